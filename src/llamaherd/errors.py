@@ -1,0 +1,376 @@
+"""Every exception that llamaherd raises on purpose, in one tree.
+
+    LlamaherdError
+    ├── ConfigError                     a setting is wrong before anything ran
+    │   ├── UnknownParameterError           no parameter of that name (the nearest is named)
+    │   └── InvalidParameterError           the name is right, the value is not
+    ├── FileError                       a file is missing, broken or not what it should be
+    │   ├── ModelNotFoundError
+    │   ├── MalformedFileError              breaks its own format, at a known offset
+    │   │   ├── NotAModelFileError              no known magic number
+    │   │   └── TruncatedFileError              ends before it should
+    │   ├── DuplicateTokenError             two vocabulary entries share one text
+    │   ├── UnsupportedFileError            well-formed, but not for this purpose
+    │   └── StateMismatchError              a saved state belongs to another model or context
+    ├── NativeError                     llama.cpp refused, or is not what we rely on
+    │   ├── LibraryError                    the installed llama-cpp-python breaks an assumption
+    │   ├── ModelLoadError
+    │   ├── ContextError                    a context could not be made
+    │   ├── DecodeError                     llama_decode failed
+    │   └── DecodeAbortedError              a decode was stopped on request
+    ├── RequestError                    this request cannot be served as it stands
+    │   ├── PromptTooLongError
+    │   ├── EmptyPromptError
+    │   ├── TokenError                      token id out of range
+    │   ├── PositionError                   position out of range or not consecutive
+    │   ├── SequenceError                   sequence id out of range or not in use
+    │   ├── GrammarError
+    │   ├── LogitsError                     the model produced NaN or no finite logit
+    │   ├── ChatTemplateError
+    │   └── DeadlineError                   out of time
+    ├── CapacityError                   right now, there is no room
+    │   ├── OutOfSequencesError
+    │   ├── OutOfCellsError
+    │   └── QueueFullError
+    └── ClosedError                     used after close()
+
+Each carries what it talks about as attributes (the value, the limit), so that callers decide by type
+and data, never by the message's text.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from os import PathLike
+from typing import Any
+
+__all__ = [
+    "CapacityError",
+    "ChatTemplateError",
+    "ClosedError",
+    "ConfigError",
+    "ContextError",
+    "DeadlineError",
+    "DecodeAbortedError",
+    "DecodeError",
+    "DuplicateTokenError",
+    "EmptyPromptError",
+    "FileError",
+    "GrammarError",
+    "InvalidParameterError",
+    "LibraryError",
+    "LlamaherdError",
+    "LogitsError",
+    "MalformedFileError",
+    "ModelLoadError",
+    "ModelNotFoundError",
+    "NativeError",
+    "NotAModelFileError",
+    "OutOfCellsError",
+    "OutOfSequencesError",
+    "PositionError",
+    "PromptTooLongError",
+    "QueueFullError",
+    "RequestError",
+    "SequenceError",
+    "StateMismatchError",
+    "TokenError",
+    "TruncatedFileError",
+    "UnknownParameterError",
+    "UnsupportedFileError",
+]
+
+
+class LlamaherdError(Exception):
+    """The base of every error that llamaherd raises on purpose."""
+
+
+# ---------------------------------------------------------------------------------------- config
+
+
+class ConfigError(LlamaherdError, ValueError):
+    """A setting is wrong; nothing has run yet."""
+
+
+class UnknownParameterError(ConfigError, TypeError):
+    """No parameter of that name. ``nearest`` is the closest known name, if one is close."""
+
+    def __init__(self, name: str, known: Iterable[str], *, of: str) -> None:
+        self.name = name
+        self.known = tuple(sorted(known))
+        close = difflib.get_close_matches(name, self.known, n=1, cutoff=0.5)
+        self.nearest = close[0] if close else None
+        hint = f"did you mean {self.nearest!r}?" if self.nearest else f"known: {', '.join(self.known)}"
+        super().__init__(f"{of} has no parameter {name!r}; {hint}")
+
+
+class InvalidParameterError(ConfigError):
+    """A known parameter has a value outside what it may be."""
+
+    def __init__(self, name: str, value: Any, limit: str) -> None:
+        self.name = name
+        self.value = value
+        self.limit = limit
+        super().__init__(f"{name} = {value!r} is not valid: {limit}")
+
+
+# ----------------------------------------------------------------------------------------- files
+
+
+class FileError(LlamaherdError):
+    """A file cannot be used. ``path`` says which."""
+
+    def __init__(self, path: str | PathLike[str], message: str) -> None:
+        self.path = str(path)
+        super().__init__(f"{self.path}: {message}")
+
+
+class ModelNotFoundError(FileError, FileNotFoundError):
+    """There is no such model file."""
+
+    def __init__(self, path: str | PathLike[str], hint: str = "check the path") -> None:
+        super().__init__(path, f"no such model file; {hint}")
+
+
+class MalformedFileError(FileError):
+    """A file breaks its own format. ``offset`` is the byte at which that shows, where one is known."""
+
+    def __init__(self, path: str | PathLike[str], message: str, offset: int | None = None) -> None:
+        self.offset = offset
+        at = f" (at byte {offset})" if offset is not None else ""
+        super().__init__(path, message + at)
+
+
+class NotAModelFileError(MalformedFileError):
+    """The first bytes are not the magic number of any container we know."""
+
+
+class TruncatedFileError(MalformedFileError):
+    """The file ends before its own contents say it should: ``needed`` bytes, ``size`` are there."""
+
+    def __init__(
+        self, path: str | PathLike[str], what: str, *, needed: int, size: int, offset: int | None = None
+    ) -> None:
+        self.needed = needed
+        self.size = size
+        super().__init__(
+            path,
+            f"truncated: {what} needs {needed} bytes, the file has {size}; fetch or copy it again",
+            offset,
+        )
+
+
+class DuplicateTokenError(FileError):
+    """Two vocabulary entries share one text; libllama would abort the process on such a file."""
+
+    def __init__(self, path: str | PathLike[str], text: str, first: int, second: int) -> None:
+        self.text = text
+        self.first = first
+        self.second = second
+        super().__init__(
+            path,
+            f"vocabulary entries {first} and {second} are both {text!r}; token texts must be unique, "
+            "so rename one of them in the file's tokenizer.ggml.tokens",
+        )
+
+
+class UnsupportedFileError(FileError):
+    """The file is well-formed, but cannot serve this purpose; the message says what can."""
+
+
+class StateMismatchError(FileError):
+    """A saved sequence state belongs to another model, context shape or version."""
+
+
+# ---------------------------------------------------------------------------------------- native
+
+
+class NativeError(LlamaherdError):
+    """llama.cpp refused. ``log`` holds what it logged about it."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        self.log = log
+        super().__init__(f"{message}\nllama.cpp: {log}" if log else message)
+
+
+class LibraryError(NativeError, ImportError):
+    """llama_cpp's libraries are missing, or are not what llamaherd relies on."""
+
+
+class ModelLoadError(NativeError):
+    """llama.cpp could not load the model at ``path``."""
+
+    def __init__(self, path: str | PathLike[str], message: str, log: str = "") -> None:
+        self.path = str(path)
+        super().__init__(f"{self.path}: {message}", log)
+
+
+class ContextError(NativeError):
+    """llama.cpp could not make a context with these parameters."""
+
+
+class DecodeError(NativeError):
+    """llama_decode returned ``code`` (negative: fatal for this batch)."""
+
+    def __init__(self, code: int, message: str, log: str = "") -> None:
+        self.code = code
+        super().__init__(f"{message} (llama_decode returned {code})", log)
+
+
+class DecodeAbortedError(NativeError):
+    """A decode was stopped by abort(); what it had not finished was rolled back."""
+
+    def __init__(self) -> None:
+        super().__init__("the decode was aborted on request; its tokens are not in the KV cache")
+
+
+# --------------------------------------------------------------------------------------- request
+
+
+class RequestError(LlamaherdError, ValueError):
+    """This request cannot be served as it stands; others are untouched."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt (``n_prompt`` tokens) does not fit the context (``n_ctx``)."""
+
+    def __init__(self, n_prompt: int, n_ctx: int) -> None:
+        self.n_prompt = n_prompt
+        self.n_ctx = n_ctx
+        super().__init__(
+            f"the prompt has {n_prompt} tokens, but the context holds {n_ctx} and one must be left to "
+            "generate; shorten the prompt or raise n_ctx"
+        )
+
+
+class EmptyPromptError(RequestError):
+    """The prompt holds no token, and the model has no BOS token to start from."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the prompt is empty and this model has no BOS token to start from; give at least one token"
+        )
+
+
+class TokenError(RequestError):
+    """A token id is outside [0, n_vocab)."""
+
+    def __init__(self, token: int, n_vocab: int, index: int | None = None) -> None:
+        self.token = token
+        self.n_vocab = n_vocab
+        self.index = index
+        where = f" at index {index}" if index is not None else ""
+        super().__init__(f"token id {token}{where} is outside [0, {n_vocab}), this model's vocabulary")
+
+
+class PositionError(RequestError):
+    """A position is negative, or does not continue its sequence."""
+
+    def __init__(self, position: int, expected: str, sequence: int | None = None) -> None:
+        self.position = position
+        self.expected = expected
+        self.sequence = sequence
+        of = f" of sequence {sequence}" if sequence is not None else ""
+        super().__init__(f"position {position}{of} is not valid: {expected}")
+
+
+class SequenceError(RequestError):
+    """A sequence id is out of range or not in use."""
+
+    def __init__(self, sequence: int, expected: str) -> None:
+        self.sequence = sequence
+        self.expected = expected
+        super().__init__(f"sequence id {sequence} is not valid: {expected}")
+
+
+class GrammarError(RequestError):
+    """A grammar does not parse, or cannot be followed."""
+
+    def __init__(self, grammar: str, reason: str) -> None:
+        self.grammar = grammar
+        self.reason = reason
+        head = grammar if len(grammar) <= 80 else grammar[:77] + "..."
+        super().__init__(f"invalid grammar: {reason} (in {head!r})")
+
+
+class LogitsError(RequestError):
+    """The model produced NaN, +inf or no finite logit for this sequence: nothing can be sampled."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(
+            f"the model's logits hold {what}; the weights may be damaged, or an activation overflowed "
+            "(try another quantisation or KV type)"
+        )
+
+
+class ChatTemplateError(RequestError):
+    """The model's chat template is missing, does not compile, or refused these messages."""
+
+
+class DeadlineError(RequestError):
+    """The request's ``deadline`` (seconds) passed before its first token."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        super().__init__(f"the deadline of {deadline:g} s passed before the first token; allow more time")
+
+
+# -------------------------------------------------------------------------------------- capacity
+
+
+class CapacityError(LlamaherdError):
+    """There is no room right now. ``limit`` is the size of what ran out."""
+
+    def __init__(self, message: str, limit: int) -> None:
+        self.limit = limit
+        super().__init__(message)
+
+
+class OutOfSequencesError(CapacityError):
+    """Every sequence id is in use."""
+
+    def __init__(self, wanted: int, free: int, limit: int) -> None:
+        self.wanted = wanted
+        self.free = free
+        super().__init__(
+            f"{wanted} more sequences were asked for, {free} of {limit} are free; release some, or make "
+            "the context with a larger n_seq_max",
+            limit,
+        )
+
+
+class OutOfCellsError(CapacityError):
+    """The KV cache holds no more tokens."""
+
+    def __init__(self, wanted: int, used: int, limit: int) -> None:
+        self.wanted = wanted
+        self.used = used
+        super().__init__(
+            f"{wanted} more tokens do not fit the KV cache: {used} of {limit} cells are used; release or "
+            "trim sequences, or raise n_ctx",
+            limit,
+        )
+
+
+class QueueFullError(CapacityError):
+    """``limit`` requests already wait; try again after ``retry_after`` seconds."""
+
+    def __init__(self, limit: int, retry_after: float = 1.0) -> None:
+        self.retry_after = retry_after
+        super().__init__(
+            f"{limit} requests already wait (max_queue); try again in {retry_after:g} s or raise max_queue",
+            limit,
+        )
+
+
+# ----------------------------------------------------------------------------------------- closed
+
+
+class ClosedError(LlamaherdError, RuntimeError):
+    """An object was used after close()."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(f"this {what} is closed; make another")

@@ -1,0 +1,1 @@
+"""Files of the ggml family; knows nothing of libllama."""

@@ -1,0 +1,1 @@
+"""libllama by ctypes: the only folder where a pointer is made."""
