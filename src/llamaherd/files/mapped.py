@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from struct import Struct
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -86,16 +86,16 @@ class Cursor:
     ) -> None:
         self.path = path
         self.data = data
-        self.view = memoryview(data)
+        self.view = data.data
         self.size = len(data)
         self.at = at
         self.big_endian = big_endian
 
-    u8: Callable[[Cursor], int] = _reader("B", "a u8")
-    u32: Callable[[Cursor], int] = _reader("I", "a u32")
-    i32: Callable[[Cursor], int] = _reader("i", "an i32")
-    u64: Callable[[Cursor], int] = _reader("Q", "a u64")
-    f32: Callable[[Cursor], float] = _reader("f", "an f32")
+    u8: ClassVar[Callable[[Cursor], int]] = _reader("B", "a u8")
+    u32: ClassVar[Callable[[Cursor], int]] = _reader("I", "a u32")
+    i32: ClassVar[Callable[[Cursor], int]] = _reader("i", "an i32")
+    u64: ClassVar[Callable[[Cursor], int]] = _reader("Q", "a u64")
+    f32: ClassVar[Callable[[Cursor], float]] = _reader("f", "an f32")
 
     def take(self, n: int, what: str) -> bytes:
         """A copy of the next ``n`` bytes."""

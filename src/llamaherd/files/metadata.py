@@ -164,8 +164,7 @@ class Metadata(Mapping[str, Value]):
     def from_values(cls, values: Mapping[str, Value | TypedValue]) -> Metadata:
         """Metadata over values that are there already (see `to_typed` for plain ones)."""
         typed = {key: to_typed(value) for key, value in values.items()}
-        made = cls({key: (t.type, t.element_type, lambda t=t: t.value) for key, t in typed.items()})  # type: ignore[misc]
-        return made
+        return cls({key: (t.type, t.element_type, lambda t=t: t.value) for key, t in typed.items()})  # type: ignore[misc]
 
     def __getitem__(self, key: str) -> Value:
         if key not in self._values:

@@ -66,9 +66,9 @@ class StringArray(Sequence["str | bytes"]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, StringArray):
-            return len(self) == len(other) and all(a == b for a, b in zip(self.raws(), other.raws()))
+            return len(self) == len(other) and list(self.raws()) == list(other.raws())
         if isinstance(other, Sequence) and not isinstance(other, (str, bytes)):
-            return len(self) == len(other) and all(a == b for a, b in zip(self, other))
+            return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
         return NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
@@ -88,7 +88,7 @@ class StringArray(Sequence["str | bytes"]):
         low = int(self.starts.min())
         region = self._data[low : int((self.starts + self.lengths).max())].tobytes()
         ends = (self.starts + self.lengths - low).tolist()
-        for start, end in zip((self.starts - low).tolist(), ends):
+        for start, end in zip((self.starts - low).tolist(), ends, strict=True):
             yield region[start:end]
 
     def find_duplicate(self) -> tuple[int, int] | None:
@@ -121,7 +121,7 @@ class StringArray(Sequence["str | bytes"]):
     def _hashes(self) -> npt.NDArray[np.uint64]:
         """A 64-bit hash of each text, eight bytes at a time over all texts together."""
         n = len(self)
-        hashes = self.lengths.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        hashes: npt.NDArray[np.uint64] = self.lengths.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         if not n:
             return hashes
         low, high = int(self.starts.min()), int((self.starts + self.lengths).max())
@@ -187,7 +187,7 @@ def scan_strings(
 
 def _walk(data: Bytes, at: int, heads: Offsets, width: int, big_endian: bool) -> int | None:
     """Fill ``heads`` with the places of the next texts; returns the end, or None if they do not fit."""
-    size, view = len(data), memoryview(data)
+    size, view = len(data), data.data
     length = struct.Struct((">" if big_endian else "<") + {4: "I", 8: "Q"}[width]).unpack_from
     for i in range(len(heads)):
         if at + width > size:
@@ -205,7 +205,7 @@ def _chain(window: Bytes, width: int) -> Offsets:
     run = width - 1
     if len(zeros) < run:
         return np.empty(0, np.int64)
-    places = zeros[: len(zeros) - run + 1][zeros[run - 1 :] - zeros[: len(zeros) - run + 1] == run - 1] - 1
+    places: Offsets = zeros[: len(zeros) - run + 1][zeros[run - 1 :] - zeros[: len(zeros) - run + 1] == run - 1] - 1
     places = places[places >= 0]
     if not len(places) or places[0] != 0:
         return np.empty(0, np.int64)
