@@ -1,7 +1,7 @@
 """Stock llama.cpp as an oracle: a process of its own that loads files and decodes, over JSON lines.
 
 Run as a script it is the process; imported, `StockLlama` talks to it. A file that makes libllama abort
-ends that process only, and the test that asked gets a `StockLlamaDied`.
+ends that process only, and the test that asked gets a `StockLlamaDiedError`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 
-class StockLlamaDied(Exception):
+class StockLlamaDiedError(Exception):
     """libllama aborted the process."""
 
 
@@ -35,7 +35,7 @@ class StockLlama:
         if not line:
             code = self._process.wait()
             self.close()
-            raise StockLlamaDied(f"the process ended with {code}")
+            raise StockLlamaDiedError(f"the process ended with {code}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -52,7 +52,7 @@ class StockLlama:
 
 
 def _serve() -> None:
-    import llama_cpp as L
+    import llama_cpp as L  # noqa: N812
     import numpy as np
 
     log: list[str] = []

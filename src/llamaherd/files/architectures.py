@@ -26,6 +26,7 @@ class Role(Enum):
     RESIDUAL = "residual"  # what a layer adds to the stream: larger, so that layers matter
     ROUTER = "router"
     NORM = "norm"
+    SHARP_NORM = "sharp norm"  # of queries and keys
     OUTPUT_NORM = "output norm"
     BIAS = "bias"
     TABLE = "table"  # positions, token types
@@ -190,8 +191,8 @@ def _attention(a: Architecture, s: Shape, blk: str) -> Iterator[Weight]:
         yield from _linear(f"{blk}attn_v", s.n_embd, s.kv, a.qkv_bias)
     if a.qk_norm:
         row = a.qk_norm == "row"
-        yield Weight(f"{blk}attn_q_norm.weight", (s.q if row else s.n_head,), Role.NORM)
-        yield Weight(f"{blk}attn_k_norm.weight", (s.kv if row else s.n_head,), Role.NORM)
+        yield Weight(f"{blk}attn_q_norm.weight", (s.q if row else s.n_head,), Role.SHARP_NORM)
+        yield Weight(f"{blk}attn_k_norm.weight", (s.kv if row else s.n_head,), Role.SHARP_NORM)
     yield from _linear(f"{blk}attn_output", s.q, s.n_embd, a.out_bias, Role.RESIDUAL)
     if a.post_norms:
         yield Weight(f"{blk}post_attention_norm.weight", (s.n_embd,), Role.NORM)
@@ -359,8 +360,12 @@ _ROWS = [
     Architecture(
         "gemma3", "gemma3", post_norms=True, qk_norm="head", keys=_sliding(), **_GEMMA  # type: ignore[arg-type]
     ),
-    Architecture("olmo", "olmo", norm="layer", attn_norm=False, ffn_norm=False, output_norm=False, head="own"),
-    Architecture("olmo2", "olmo2", attn_norm=False, ffn_norm=False, qk_norm="row", post_norms=True, head="own"),
+    Architecture(
+        "olmo", "olmo", norm="layer", attn_norm=False, ffn_norm=False, output_norm=False, head="own",
+    ),
+    Architecture(
+        "olmo2", "olmo2", attn_norm=False, ffn_norm=False, qk_norm="row", post_norms=True, head="own",
+    ),
     Architecture("olmoe", "olmoe", qk_norm="row", ffn="experts", head="own", grouped_heads=False),
     Architecture("stablelm", "stablelm", norm="layer", norm_bias=True, head="own", rotary=0.5),
     Architecture(

@@ -39,10 +39,12 @@ _FILE_TYPES = {
 
 _QUANTISED = {Role.EMBEDDING, Role.HEAD, Role.MATRIX, Role.SHARP, Role.RESIDUAL}
 
-_GAINS = {Role.MATRIX: 1.2, Role.SHARP: 1.5, Role.RESIDUAL: 2.0, Role.ROUTER: 1.0}
+_SHARPNESS = 2.0  # of queries and of keys: attention picks a few tokens, else history would average out
+_GAINS = {Role.MATRIX: 1.2, Role.SHARP: _SHARPNESS, Role.RESIDUAL: 2.0, Role.ROUTER: 1.0}
 
 _INPUT = 0.4  # the embedding's size where it enters the first layer; layers add about 1 to 2
 _LOGITS = 2.5  # standard deviation of the logits
+_NORMS = {Role.NORM: 1.0, Role.SHARP_NORM: _SHARPNESS}
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,11 @@ class TinyModel:
 
 
 def synthesize(
-    path: str | os.PathLike[str], architecture: str = "llama", *, split_size: int | None = None, **options: Any
+    path: str | os.PathLike[str],
+    architecture: str = "llama",
+    *,
+    split_size: int | None = None,
+    **options: Any,
 ) -> Path:
     """Write a tiny random model as GGUF and return its path (of the first file, if split).
 
@@ -173,7 +179,9 @@ def _shape(
     )  # fmt: skip
 
 
-def _tokenizer_metadata(vocabulary: TinyVocabulary, chat_template: str | None) -> dict[str, Value | TypedValue]:
+def _tokenizer_metadata(
+    vocabulary: TinyVocabulary, chat_template: str | None
+) -> dict[str, Value | TypedValue]:
     ggml = "tokenizer.ggml."
     keys: dict[str, Value | TypedValue] = {f"{ggml}model": vocabulary.model}
     if vocabulary.pre is not None:
@@ -201,7 +209,8 @@ class _Dice:
     def __init__(self, row: Architecture, shape: Shape, vocabulary: TinyVocabulary, tied: bool, seed: int):
         self._seed = seed
         self._tied = tied
-        self._embedding = _INPUT / shape.n_embd**0.5 if row.scaled_embedding else _INPUT
+        entering = _INPUT / 2 if tied else _INPUT  # a tied head favours the token that came in
+        self._embedding = entering / shape.n_embd**0.5 if row.scaled_embedding else entering
         self._head = _LOGITS / shape.n_embd**0.5
         types = np.array(vocabulary.types)
         # control tokens are rarely the likeliest, so that text does not end at once
@@ -211,25 +220,31 @@ class _Dice:
         """Values of ``weight`` in numpy's order (rows first)."""
         rng = np.random.default_rng((self._seed, zlib.crc32(weight.name.encode())))
         values: Floats = rng.standard_normal(weight.shape[::-1], np.float32)
-        return np.ascontiguousarray(self._scaled(weight, values), np.float32)
+        self._scale(weight, values)
+        return values
 
-    def _scaled(self, weight: Weight, values: Floats) -> Floats:
+    def _scale(self, weight: Weight, values: Floats) -> None:
         role = weight.role
+        if role is Role.RESIDUAL:  # a mean activation would add the same vector to every token
+            values -= values.mean(axis=-1, keepdims=True)
         if role in _GAINS:
-            return values * np.float32(_GAINS[role] / weight.shape[0] ** 0.5)
-        if role is Role.EMBEDDING or role is Role.HEAD:
-            values *= np.float32(self._embedding if role is Role.EMBEDDING else self._head)
-            values[self._quiet] *= np.float32(0.1)
-            return values
-        if role is Role.OUTPUT_NORM:
-            gain = self._head / self._embedding if self._tied else 1.0
-            return (1 + values * np.float32(0.1)) * np.float32(gain)
-        if role is Role.NORM:
-            return 1 + values * np.float32(0.1)
-        if role is Role.DECAY:
-            return -np.exp(values)
-        scale = {Role.BIAS: 0.1, Role.TABLE: 0.3, Role.CONVOLUTION: 0.5}[role]
-        return values * np.float32(scale)
+            values *= _GAINS[role] / weight.shape[0] ** 0.5
+        elif role in (Role.EMBEDDING, Role.HEAD):
+            values *= self._embedding if role is Role.EMBEDDING else self._head
+            values[self._quiet] *= 0.1
+        elif role in _NORMS:
+            values *= 0.1
+            values += 1
+            values *= _NORMS[role]
+        elif role is Role.OUTPUT_NORM:
+            values *= 0.1
+            values += 1
+            values *= self._head / self._embedding if self._tied else 1
+        elif role is Role.DECAY:
+            np.exp(values, out=values)
+            values *= -1
+        else:
+            values *= {Role.BIAS: 0.1, Role.TABLE: 0.3, Role.CONVOLUTION: 0.5}[role]
 
 
 def _tensor(weight: Weight, values: Floats, block: BlockType) -> Tensor:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from string import ascii_lowercase, printable
 
 from llamaherd.errors import InvalidParameterError
@@ -85,7 +85,7 @@ def _learnt_merges() -> tuple[tuple[str, str], ...]:
     while len(merges) < 160:
         pairs: Counter[tuple[str, str]] = Counter()
         for word, parts in words.items():
-            for pair in zip(parts, parts[1:], strict=False):
+            for pair in pairwise(parts):
                 pairs[pair] += counts[word]
         (left, right), count = max(pairs.items(), key=lambda item: (item[1], item[0]))
         if count < 2:
@@ -153,7 +153,7 @@ def _byte_level_bpe(n_vocab: int | None, bos: bool) -> TinyVocabulary:
 def _sentencepiece(n_vocab: int | None, bos: bool) -> TinyVocabulary:
     head = ["<unk>", "<s>", "</s>"]
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    control = ["<|im_start|>", "<|im_end|>"]
+    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # the first: llama.cpp wants it of a phi-3
     letters = ["▁", *(c for c in printable if not c.isspace())]
     n_vocab = n_vocab or 448
     merges = _merges_for(n_vocab - len(head) - 256 - len(letters) - len(control), n_vocab)
@@ -166,7 +166,7 @@ def _sentencepiece(n_vocab: int | None, bos: bool) -> TinyVocabulary:
         model="llama",
         pre="default",
         tokens=[*head, *byte_tokens, *pieces, *control],
-        types=[UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * len(pieces) + [CONTROL] * 2,
+        types=[UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * len(pieces) + [CONTROL] * 3,
         special=special,
         scores=[0.0] * plain + [-float(rank) for rank in range(len(pieces))] + [0.0] * len(control),
         flags={"add_bos_token": bos, "add_eos_token": False, "add_space_prefix": True},

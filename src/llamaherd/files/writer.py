@@ -172,7 +172,7 @@ def _parts(
 def _write_tensor(file: BinaryIO, tensor: Tensor, alignment: int) -> Iterator[int]:
     """Write one tensor and its padding; yields the bytes of each piece written."""
     expected = tensor.nbytes
-    view = memoryview(tensor.raw)
+    view = tensor.raw.data
     if view.nbytes != expected:
         raise InvalidParameterError(
             "tensors", tensor.name, f"its data have {view.nbytes} bytes where {expected} were announced"
