@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 __all__ = ["StringArray", "decode_text", "scan_strings"]
 
 Bytes = npt.NDArray[np.uint8]
-Offsets = npt.NDArray[np.int64]
+Offsets = npt.NDArray[np.signedinteger[Any]]
 
 _WINDOW = 1 << 18  # bytes looked at together: fits the L2 cache
 _BURST = 512  # strings walked one by one where looking in bulk does not pay
@@ -81,24 +81,30 @@ class StringArray(Sequence["str | bytes"]):
         start = int(self.starts[index])
         return self._data[start : start + int(self.lengths[index])].tobytes()
 
+    def _span(self) -> tuple[int, Offsets, Offsets]:
+        """Where the texts begin in the file, and each one's start and end counted from there."""
+        low = int(self.starts.min())
+        starts = self.starts - low
+        return low, starts, starts + self.lengths
+
     def raws(self) -> Iterator[bytes]:
         """The bytes of every text in turn."""
         if not len(self.starts):
             return
-        low = int(self.starts.min())
-        region = self._data[low : int((self.starts + self.lengths).max())].tobytes()
-        ends = (self.starts + self.lengths - low).tolist()
-        for start, end in zip((self.starts - low).tolist(), ends, strict=True):
+        low, starts, ends = self._span()
+        region = self._data[low : low + int(ends.max())].tobytes()
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             yield region[start:end]
 
     def find_duplicate(self) -> tuple[int, int] | None:
         """The first pair (i, j), i < j, of equal texts, or None. About 2 ms for 50,000 texts."""
         hashes = self._hashes()
-        order = np.argsort(hashes, kind="stable")
+        ranked = np.sort(hashes)
+        if not (ranked[1:] == ranked[:-1]).any():
+            return None
+        order = np.argsort(hashes)
         ranked = hashes[order]
         same = np.flatnonzero(ranked[1:] == ranked[:-1])
-        if not len(same):
-            return None
         # equal hashes are only suspects: compare the bytes, in the array's order
         suspects = np.unique(np.concatenate([order[same], order[same + 1]]))
         seen: dict[bytes, int] = {}
@@ -124,15 +130,16 @@ class StringArray(Sequence["str | bytes"]):
         hashes: npt.NDArray[np.uint64] = self.lengths.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         if not n:
             return hashes
-        low, high = int(self.starts.min()), int((self.starts + self.lengths).max())
-        region = np.zeros(high - low + 8, np.uint8)
-        region[:-8] = self._data[low:high]
-        words: npt.NDArray[np.uint64] = np.ndarray((high - low + 1,), "<u8", region.data, strides=(1,))
+        low, starts, ends = self._span()
+        size = int(ends.max())
+        region = np.zeros(size + 8, np.uint8)
+        region[:-8] = self._data[low : low + size]
+        words: npt.NDArray[np.uint64] = np.ndarray((size + 1,), "<u8", region.data, strides=(1,))
         live = np.flatnonzero(self.lengths > 0)
         at = 0
         while len(live):
             left = self.lengths[live] - at
-            word = words[self.starts[live] - low + at]
+            word = words[starts[live] + at]
             short = np.minimum(left, 8).astype(np.uint64)
             word = word & (np.uint64(0xFFFFFFFFFFFFFFFF) >> ((np.uint64(8) - short) * np.uint64(8)))
             mixed = (hashes[live] ^ word) * np.uint64(0xBF58476D1CE4E5B9)
@@ -147,45 +154,53 @@ class StringArray(Sequence["str | bytes"]):
 
 
 def scan_strings(
-    data: Bytes, start: int, count: int, *, width: int = 8, big_endian: bool = False
+    data: Bytes, start: int, count: int, *, width: int = 8, gap: int = 0, big_endian: bool = False
 ) -> tuple[Offsets, Offsets, int] | None:
     """Find ``count`` length-prefixed texts from byte ``start`` on: (starts, lengths, end).
 
-    ``width`` is the size of a length: 8 bytes, or 4 in the oldest files. None if they do not all fit into
-    ``data``. Each text's place depends on the length before it, so this would be a loop; instead, all
-    places that look like a short length (7 or 3 zero bytes) are taken from a window at once, and the chain
-    through them is proved in bulk; only where that fails does it walk.
+    ``width`` is the size of a length: 8 bytes, or 4 in the oldest files; ``gap`` bytes of something else
+    follow each text. None if they do not all fit into ``data``. Each text's place depends on the length
+    before it, so this would be a loop; instead, all places that look like a short length (7 or 3 zero
+    bytes) are taken from a window at once, and the chain through them is proved in bulk; only where that
+    fails does it walk.
     """
     size = len(data)
-    if count < 0 or start < 0 or count > (size - start) // width:
+    if count < 0 or start < 0 or count > (size - start) // (width + gap):
         return None
-    heads = np.empty(count, np.int64)
-    found, at = 0, start
+    # a text of 2 GiB is refused; 8 to 12 bytes a text keep hostile vocabularies within twice their file
+    heads: Offsets = np.empty(count, np.int32 if size < 1 << 31 else np.int64)
+    found, at, burst = 0, start, _BURST
     dtype = np.dtype(f"{'>' if big_endian else '<'}u{width}")
     while found < count:
         if not big_endian and count - found > 64:
-            chain = _chain(data[at : at + _WINDOW], width)[: count - found]
+            chain = _chain(data[at : at + _WINDOW], width, gap)[: count - found]
             if len(chain) > 16:
                 heads[found : found + len(chain)] = chain + at
                 found += len(chain)
                 at = int(heads[found - 1])
-                at += width + int(data[at : at + width].view(dtype)[0])
+                at += width + int(data[at : at + width].view(dtype)[0]) + gap
+                burst = _BURST
                 if at > size:
                     return None
                 continue
-        walked = _walk(data, at, heads[found : found + _BURST], width, big_endian)
+            burst *= 2
+        walked = _walk(data, at, heads[found : found + burst], width, gap, big_endian)
         if walked is None:
             return None
-        found += min(_BURST, count - found)
+        found += min(burst, count - found)
         at = walked
-    if not count:
-        return heads, heads.copy(), start
-    starts = heads + width
-    lengths = np.append(heads[1:], at) - starts
-    return starts, lengths, at
+    lengths = np.empty(count, np.int32)
+    if count:
+        np.subtract(heads[1:], heads[:-1], out=lengths[:-1], casting="unsafe")
+        lengths[-1] = min(at - int(heads[-1]), (1 << 31) - 1)
+        lengths -= width + gap
+        heads += width
+        if (lengths < 0).any():
+            return None
+    return heads, lengths, at
 
 
-def _walk(data: Bytes, at: int, heads: Offsets, width: int, big_endian: bool) -> int | None:
+def _walk(data: Bytes, at: int, heads: Offsets, width: int, gap: int, big_endian: bool) -> int | None:
     """Fill ``heads`` with the places of the next texts; returns the end, or None if they do not fit."""
     size, view = len(data), data.data
     length = struct.Struct((">" if big_endian else "<") + {4: "I", 8: "Q"}[width]).unpack_from
@@ -193,23 +208,24 @@ def _walk(data: Bytes, at: int, heads: Offsets, width: int, big_endian: bool) ->
         if at + width > size:
             return None
         heads[i] = at
-        at += width + length(view, at)[0]
+        at += width + length(view, at)[0] + gap
         if at > size:
             return None
     return at
 
 
-def _chain(window: Bytes, width: int) -> Offsets:
+def _chain(window: Bytes, width: int, gap: int) -> Offsets:
     """Places of texts shorter than 256 bytes that follow one another from the window's first byte on."""
     zeros = np.flatnonzero(window == 0)
     run = width - 1
     if len(zeros) < run:
         return np.empty(0, np.int64)
-    places: Offsets = zeros[: len(zeros) - run + 1][zeros[run - 1 :] - zeros[: len(zeros) - run + 1] == run - 1] - 1
+    firsts = zeros[: len(zeros) - run + 1]
+    places: Offsets = firsts[zeros[run - 1 :] - firsts == run - 1] - 1
     places = places[places >= 0]
     if not len(places) or places[0] != 0:
         return np.empty(0, np.int64)
-    follows = places + width + window[places]
+    follows = places + width + window[places] + gap
     good = follows[:-1] == places[1:]
     breaks = np.flatnonzero(~good)
     return places[: (int(breaks[0]) + 1 if len(breaks) else len(places))]
