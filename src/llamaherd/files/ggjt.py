@@ -58,9 +58,7 @@ class _Part:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-def open_legacy(
-    file: MappedFile, *, architecture: str | None = None, report: Report = strict
-) -> ModelFile:
+def open_legacy(file: MappedFile, *, architecture: str | None = None, report: Report = strict) -> ModelFile:
     """The model in ``file``; ``architecture`` is inferred from the tensors' names unless given.
 
     Raises MalformedFileError, UnsupportedFileError (unknown version or architecture), ModelNotFoundError for

@@ -295,15 +295,11 @@ def _place(part: Part, record: _Record, next_offset: int | None, report: Report)
         return None
     start = part.data_start + record.offset
     raw = file.data[start : start + nbytes]
-    return Tensor(
-        record.name, kind, record.shape, nbytes, lambda: raw, start, big_endian=part.big_endian
-    )
+    return Tensor(record.name, kind, record.shape, nbytes, lambda: raw, start, big_endian=part.big_endian)
 
 
 def _check_overlap(part: Part, report: Report) -> None:
-    placed = sorted(
-        (t for t in part.tensors.values() if t.nbytes), key=lambda t: (t.offset or 0, t.nbytes)
-    )
+    placed = sorted((t for t in part.tensors.values() if t.nbytes), key=lambda t: (t.offset or 0, t.nbytes))
     for a, b in pairwise(placed):
         end = (a.offset or 0) + a.nbytes
         if b.offset is not None and b.offset < end:

@@ -92,6 +92,11 @@ def context_facts(context: Handle) -> dict[str, int]:
     return facts
 
 
+def max_sequences() -> int:
+    """llama_max_parallel_sequences: compiled into llama.cpp."""
+    return int(L.llama_max_parallel_sequences())
+
+
 class BatchBuffer:
     """A llama_batch over numpy arrays, filled by slices and not token by token."""
 
