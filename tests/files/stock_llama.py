@@ -7,9 +7,12 @@ ends that process only, and the test that asked gets a `StockLlamaDiedError`.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
+
+_MARK = "answer: "  # an aborting libllama prints to the same pipe
 
 
 class StockLlamaDiedError(Exception):
@@ -25,19 +28,24 @@ class StockLlama:
     def ask(self, **request: Any) -> dict[str, Any]:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+                text=True,
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request, default=str) + "\n")
         self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            code = self._process.wait()
-            self.close()
-            raise StockLlamaDiedError(f"the process ended with {code}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        for line in self._process.stdout:
+            if line.startswith(_MARK):
+                answer: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+                return answer
+        code = self._process.wait()
+        self.close()
+        raise StockLlamaDiedError(f"the process ended with {code}")
 
     def close(self) -> None:
         if self._process is not None:
@@ -153,7 +161,7 @@ def _serve() -> None:
             result = answer(json.loads(line))
         except Exception as error:  # the test must see whatever went wrong
             result = {"error": f"{type(error).__name__}: {error}", "log": "".join(log)[-2000:]}
-        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.write(f"{_MARK}{json.dumps(result)}\n")
         sys.stdout.flush()
 
 

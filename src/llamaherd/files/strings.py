@@ -19,6 +19,9 @@ Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.signedinteger[Any]]
 
 _WINDOW = 1 << 18  # bytes looked at together: fits the L2 cache
+_ONES = np.uint64(0xFFFFFFFFFFFFFFFF)
+_LOW = np.uint64(0x0101010101010101)
+_HIGH = np.uint64(0x8080808080808080)
 _BURST = 512  # strings walked one by one where looking in bulk does not pay
 
 
@@ -96,9 +99,18 @@ class StringArray(Sequence["str | bytes"]):
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             yield region[start:end]
 
-    def find_duplicate(self) -> tuple[int, int] | None:
-        """The first pair (i, j), i < j, of equal texts, or None. About 2 ms for 50,000 texts."""
-        hashes = self._hashes()
+    def find_duplicate(self, *, c_strings: bool = False) -> tuple[int, int] | None:
+        """The first pair (i, j), i < j, of equal texts, or None. About 5 ms for 50,000 texts.
+
+        ``c_strings`` compares as C does: a text ends at its first NUL, and empty texts are all different.
+        """
+        hashes, any_nul = self._hashes()
+        if c_strings and any_nul:
+            cut = [raw.split(b"\0", 1)[0] for raw in self.raws()]
+            return StringArray.from_texts(cut).find_duplicate(c_strings=True)
+        if c_strings:
+            empty = np.flatnonzero(self.lengths == 0)
+            hashes[empty] = empty.astype(np.uint64)
         ranked = np.sort(hashes)
         if not (ranked[1:] == ranked[:-1]).any():
             return None
@@ -109,6 +121,8 @@ class StringArray(Sequence["str | bytes"]):
         suspects = np.unique(np.concatenate([order[same], order[same + 1]]))
         seen: dict[bytes, int] = {}
         for index in suspects.tolist():
+            if c_strings and not self.lengths[index]:
+                continue
             first = seen.setdefault(self.raw(index), index)
             if first != index:
                 return first, index
@@ -124,12 +138,12 @@ class StringArray(Sequence["str | bytes"]):
                 found.append((first, index))
         return found
 
-    def _hashes(self) -> npt.NDArray[np.uint64]:
-        """A 64-bit hash of each text, eight bytes at a time over all texts together."""
-        n = len(self)
+    def _hashes(self) -> tuple[npt.NDArray[np.uint64], bool]:
+        """A 64-bit hash of each text, eight bytes at a time over all texts; and whether any holds a NUL."""
         hashes: npt.NDArray[np.uint64] = self.lengths.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        if not n:
-            return hashes
+        any_nul = False
+        if not len(self):
+            return hashes, any_nul
         low, starts, ends = self._span()
         size = int(ends.max())
         region = np.zeros(size + 8, np.uint8)
@@ -139,18 +153,23 @@ class StringArray(Sequence["str | bytes"]):
         at = 0
         while len(live):
             left = self.lengths[live] - at
-            word = words[starts[live] + at]
             short = np.minimum(left, 8).astype(np.uint64)
-            word = word & (np.uint64(0xFFFFFFFFFFFFFFFF) >> ((np.uint64(8) - short) * np.uint64(8)))
+            mask = _ONES >> ((np.uint64(8) - short) * np.uint64(8))
+            word = words[starts[live] + at] & mask
+            filled = word | ~mask
+            # the classic test for a zero byte in a word
+            any_nul = any_nul or bool(((filled - _LOW) & ~filled & _HIGH).any())
             mixed = (hashes[live] ^ word) * np.uint64(0xBF58476D1CE4E5B9)
             hashes[live] = mixed ^ (mixed >> np.uint64(29))
             at += 8
             live = live[left > 8]
             if at >= 512:  # long texts are few: their rest by Python's own hash
                 for i in live.tolist():
-                    hashes[i] = np.uint64(hash(self.raw(i)) & 0xFFFFFFFFFFFFFFFF)
+                    raw = self.raw(i)
+                    any_nul = any_nul or 0 in raw
+                    hashes[i] = np.uint64(hash(raw) & 0xFFFFFFFFFFFFFFFF)
                 break
-        return hashes
+        return hashes, any_nul
 
 
 def scan_strings(

@@ -189,7 +189,8 @@ def _wordpiece(n_vocab: int | None, bos: bool) -> TinyVocabulary:
     words = [f"▁{word}" for word in _words()][: n_vocab - len(base)]
     unused = [f"[unused{i}]" for i in range(n_vocab - len(base) - len(words))]
     tokens = [*base, *words, *unused]
-    kinds = [CONTROL if token in head else UNUSED if token in unused else NORMAL for token in tokens]
+    n_normal = len(base) - len(head) + len(words)
+    kinds = [CONTROL] * len(head) + [NORMAL] * n_normal + [UNUSED] * len(unused)
     ids = {"padding": 0, "unknown": 1, "cls": 2, "bos": 2, "seperator": 3, "eos": 3, "mask": 4}
     return TinyVocabulary("bert", tokens, kinds, ids, pre="default", scores=[-1000.0] * n_vocab)
 

@@ -1,0 +1,303 @@
+"""Quantised blocks of each era: decode them, repack them from one era's layout into another's.
+
+A block of the simple types is a scale d, perhaps a minimum m, and small integers q: weight = d * q (+ m). The
+eras differ in the width of d and m, and in which nibble holds which weight. Repacking moves the integers
+exactly; only scales narrowed from f32 to f16 are rounded, and the caller is told by how much.
+Today's other types are decoded by the ``gguf`` package's reference code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaherd.errors import UnsupportedFileError
+from llamaherd.files.block_types import BlockType
+from llamaherd.files.model_file import Tensor
+
+__all__ = ["Rounding", "can_repack", "dequantize", "repack", "scales"]
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+_CHUNK = 1 << 16  # blocks decoded together: a few MB of temporaries
+
+
+class _Layout(NamedTuple):
+    """A block: its scale's type, whether a minimum follows, fifth bits, bits a weight, nibble order, zero."""
+
+    scale: str
+    minimum: bool
+    bits: int
+    pairs: bool  # byte l holds weights 2l and 2l+1; otherwise j and j + half
+    zero: int  # subtracted from the stored integer
+
+
+def _layouts() -> dict[tuple[int, int], _Layout]:
+    """(era, type number) -> layout, for the types that changed between eras."""
+    table: dict[tuple[int, int], _Layout] = {}
+    for era in (1, 2, 3):
+        wide = "<f4" if era < 3 else "<f2"
+        pairs = era == 1
+        table[era, 2] = _Layout(wide, False, 4, pairs, 8)
+        table[era, 3] = _Layout(wide, True, 4, pairs, 0)
+        table[era, 6] = _Layout("<f2", False, 5, pairs, 16)
+        table[era, 7] = _Layout("<f2", True, 5, pairs, 0)
+        table[era, 8] = _Layout(wide, False, 8, pairs, 0)
+    table[1, 4] = _Layout("<f2", False, 4, True, 8)
+    table[1, 5] = _Layout("<f2", True, 4, True, 0)
+    return table
+
+
+_LAYOUTS = _layouts()
+
+
+def _layout(kind: BlockType) -> _Layout | None:
+    return _LAYOUTS.get((kind.era, kind.number))
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What repacking changed: ``changed`` of ``count`` scales, by at most ``largest`` relative to the old."""
+
+    changed: int = 0
+    count: int = 0
+    largest: float = 0.0
+
+    def __add__(self, other: Rounding) -> Rounding:
+        return Rounding(
+            self.changed + other.changed, self.count + other.count, max(self.largest, other.largest)
+        )
+
+
+@dataclass
+class _Blocks:
+    """Blocks taken apart: d and m are (n,) float32, q is (n, block_size) uint8 as stored (or int8 bits)."""
+
+    d: Floats
+    m: Floats | None
+    q: Bytes
+
+
+def _unpack(raw: Bytes, kind: BlockType, layout: _Layout) -> _Blocks:
+    blocks = raw.reshape(-1, kind.block_bytes)
+    width = np.dtype(layout.scale).itemsize
+    d = np.ascontiguousarray(blocks[:, :width]).view(layout.scale)[:, 0].astype(np.float32)
+    at = width
+    m = None
+    if layout.minimum:
+        m = np.ascontiguousarray(blocks[:, at : at + width]).view(layout.scale)[:, 0].astype(np.float32)
+        at += width
+    fifth: Bytes | None = None
+    if layout.bits == 5:
+        fifth = np.unpackbits(np.ascontiguousarray(blocks[:, at : at + 4]), axis=1, bitorder="little")
+        at += 4
+    body = blocks[:, at:]
+    if layout.bits == 8:
+        return _Blocks(d, m, body)
+    q = np.empty((len(blocks), kind.block_size), np.uint8)
+    if layout.pairs:
+        q[:, 0::2] = body & 15
+        q[:, 1::2] = body >> 4
+    else:
+        half = kind.block_size // 2
+        q[:, :half] = body & 15
+        q[:, half:] = body >> 4
+    if fifth is not None:
+        np.bitwise_or(q, fifth << np.uint8(4), out=q)
+    return _Blocks(d, m, q)
+
+
+def _pack(blocks: _Blocks, kind: BlockType, layout: _Layout) -> Bytes:
+    n = len(blocks.d)
+    out = np.empty((n, kind.block_bytes), np.uint8)
+    width = np.dtype(layout.scale).itemsize
+    out[:, :width] = _narrow(blocks.d, layout.scale).view(np.uint8).reshape(n, width)
+    at = width
+    if blocks.m is not None:
+        out[:, at : at + width] = _narrow(blocks.m, layout.scale).view(np.uint8).reshape(n, width)
+        at += width
+    q = blocks.q
+    if layout.bits == 8:
+        out[:, at:] = q
+        return out.reshape(-1)
+    if layout.bits == 5:
+        out[:, at : at + 4] = np.packbits(q >> 4, axis=1, bitorder="little")
+        q = q & 15
+        at += 4
+    half = kind.block_size // 2
+    low, high = (q[:, 0::2], q[:, 1::2]) if layout.pairs else (q[:, :half], q[:, half:])
+    out[:, at:] = low | (high << 4)
+    return out.reshape(-1)
+
+
+def _narrow(values: Floats, dtype: str) -> npt.NDArray[Any]:
+    with np.errstate(over="ignore"):
+        return values.astype(dtype)
+
+
+# ------------------------------------------------------------------------------------ repacking
+
+
+def can_repack(source: BlockType, target: BlockType) -> bool:
+    """Whether blocks of ``source`` can become blocks of ``target`` without requantising."""
+    if source == target:
+        return True
+    return source.number == target.number and _layout(source) is not None and _layout(target) is not None
+
+
+def repack(raw: Bytes, source: BlockType, target: BlockType) -> tuple[Bytes, Rounding]:
+    """The same weights in another era's layout of the same type, and what was rounded.
+
+    The result is ``raw`` itself where the layouts are equal. Raises ValueError if the types differ, or a
+    scale does not fit the narrower f16 of the target.
+    """
+    if source == target:
+        return raw, Rounding()
+    before, after = _layout(source), _layout(target)
+    if not can_repack(source, target) or before is None or after is None:
+        raise ValueError(f"{source} blocks cannot be repacked into {target}")
+    n = raw.size // source.block_bytes
+    out = np.empty(n * target.block_bytes, np.uint8)
+    rounding = Rounding()
+    for start in range(0, n, _CHUNK):
+        stop = min(start + _CHUNK, n)
+        blocks = _unpack(raw[start * source.block_bytes : stop * source.block_bytes], source, before)
+        out[start * target.block_bytes : stop * target.block_bytes] = _pack(blocks, target, after)
+        if before.scale != after.scale:
+            rounding += _rounding(blocks.d, after.scale)
+            if blocks.m is not None:
+                rounding += _rounding(blocks.m, after.scale)
+    return out, rounding
+
+
+def _rounding(values: Floats, dtype: str) -> Rounding:
+    stored = _narrow(values, dtype).astype(np.float32)
+    lost = np.isfinite(values) & ~np.isfinite(stored)
+    if lost.any():
+        raise ValueError(f"the scale {values[lost][0]:g} does not fit an f16; convert to f32 instead")
+    changed = (stored != values) & np.isfinite(values)
+    if not changed.any():
+        return Rounding(0, len(values))
+    old = values[changed]
+    largest = float(np.max(np.abs(stored[changed] - old) / np.abs(old)))
+    return Rounding(int(changed.sum()), len(values), largest)
+
+
+# ------------------------------------------------------------------------------------- decoding
+
+_PLAIN = {0: "f4", 1: "f2", 24: "i1", 25: "i2", 26: "i4", 27: "i8", 28: "f8"}
+_BF16 = 30
+_MXFP4 = 39
+
+
+def dequantize(tensor: Tensor) -> Floats:
+    """See `Tensor.dequantize`."""
+    raw, kind = tensor.raw, tensor.type
+    shape = tensor.shape[::-1]
+    order = ">" if tensor.big_endian else "<"
+    if kind.number in _PLAIN:
+        return raw.view(order + _PLAIN[kind.number]).astype(np.float32).reshape(shape)
+    if kind.number == _BF16:
+        wide = raw.view(order + "u2").astype("<u4") << 16
+        return wide.view("<f4").reshape(shape)
+    if tensor.big_endian:
+        raise UnsupportedFileError(
+            tensor.name, f"{kind} blocks in big-endian order are not decoded; gguf's tools can swap them"
+        )
+    layout = _layout(kind)
+    if layout is not None:
+        return _decode(raw, kind, layout).reshape(shape)
+    return _decode_reference(tensor).reshape(shape)
+
+
+def _decode(raw: Bytes, kind: BlockType, layout: _Layout) -> Floats:
+    """weight = d * (q - zero) + m, block by block."""
+    n = raw.size // kind.block_bytes
+    out = np.empty((n, kind.block_size), np.float32)
+    for start in range(0, n, _CHUNK):
+        stop = min(start + _CHUNK, n)
+        blocks = _unpack(raw[start * kind.block_bytes : stop * kind.block_bytes], kind, layout)
+        q = blocks.q.view(np.int8).astype(np.float32)
+        part = out[start:stop]
+        np.multiply(q - layout.zero, blocks.d[:, None], out=part)
+        if blocks.m is not None:
+            part += blocks.m[:, None]
+    return out
+
+
+def _decode_reference(tensor: Tensor) -> Floats:
+    import gguf  # its tables take 0.1 s to import, and most files are opened without decoding
+
+    kind = tensor.type
+    try:
+        if not kind.known or kind.removed:
+            raise NotImplementedError
+        number = gguf.GGMLQuantizationType(kind.number)
+        if gguf.GGML_QUANT_SIZES[number] != (kind.block_size, kind.block_bytes):
+            raise NotImplementedError
+        decoded: Floats = gguf.quants.dequantize(tensor.raw.reshape(-1, kind.block_bytes), number)
+    except (NotImplementedError, ValueError):
+        raise UnsupportedFileError(
+            tensor.name, f"no decoder for tensor type {kind} is known; libllama may still run it"
+        ) from None
+    return decoded
+
+
+# --------------------------------------------------------------------------------------- scales
+
+# where today's super-blocks keep their f16 (or f32) scales
+_SCALE_OFFSETS: dict[int, tuple[tuple[int, str], ...]] = {
+    9: ((0, "<f2"), (2, "<f2")),
+    10: ((80, "<f2"), (82, "<f2")),
+    11: ((108, "<f2"),),
+    12: ((0, "<f2"), (2, "<f2")),
+    13: ((0, "<f2"), (2, "<f2")),
+    14: ((208, "<f2"),),
+    15: ((0, "<f4"),),
+    16: ((0, "<f2"),),
+    17: ((0, "<f2"),),
+    18: ((0, "<f2"),),
+    19: ((0, "<f2"),),
+    20: ((0, "<f2"),),
+    21: ((0, "<f2"),),
+    22: ((0, "<f2"),),
+    23: ((0, "<f2"),),
+    34: ((52, "<f2"),),
+    35: ((64, "<f2"),),
+    41: ((0, "<f2"),),
+    42: ((0, "<f2"),),
+}
+
+
+def scales(raw: Bytes, kind: BlockType) -> npt.NDArray[Any] | None:
+    """All floating-point scales in ``raw`` (for plain float types: the weights), to look for NaN and inf.
+
+    None for types whose scales are not floating-point numbers, or not known.
+    """
+    if kind.number in (0, 1, 28):
+        return raw.view("<" + _PLAIN[kind.number])
+    if kind.number == _MXFP4:
+        exponents = raw.reshape(-1, kind.block_bytes)[:, 0]
+        found_nan: Floats = np.where(exponents == 255, np.float32(np.nan), np.float32(1))
+        return found_nan
+    if kind.number == _BF16:
+        return (raw.view("<u2").astype("<u4") << 16).view("<f4")
+    layout = _layout(kind)
+    if layout is not None:
+        count = 2 if layout.minimum else 1
+        size = np.dtype(layout.scale).itemsize * count
+        head = raw.reshape(-1, kind.block_bytes)[:, :size]
+        return np.ascontiguousarray(head).view(layout.scale).reshape(-1)
+    places = _SCALE_OFFSETS.get(kind.number)
+    if places is None or not kind.known:
+        return None
+    blocks = raw.reshape(-1, kind.block_bytes)
+    found = [
+        np.ascontiguousarray(blocks[:, at : at + np.dtype(dtype).itemsize]).view(dtype).reshape(-1)
+        for at, dtype in places
+    ]
+    return np.concatenate(found)

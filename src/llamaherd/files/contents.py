@@ -1,0 +1,230 @@
+"""`Contents`: a model as GGUF would say it, whatever file it came from.
+
+Everything that runs or writes a model goes through here: a GGUF file is passed on as it is; an older file
+gets GGUF's names, keys and blocks. Its tensors are repacked only when they are loaded, and not at all
+where their blocks are today's: those stay views of the mapped file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaherd.errors import MalformedFileError, UnsupportedFileError
+from llamaherd.files import vocabulary
+from llamaherd.files.block_types import BlockType, block_type
+from llamaherd.files.blocks import Rounding, can_repack, repack
+from llamaherd.files.metadata import TypedValue, Value, ValueType
+from llamaherd.files.model_file import Bytes, ModelFile, Tensor
+from llamaherd.files.names import gguf_name
+from llamaherd.files.strings import StringArray
+
+__all__ = ["Assumptions", "Contents", "contents_of"]
+
+F16, F32 = block_type(1), block_type(0)
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What files before GGUF do not say. Defaults are those of their last readers.
+
+    n_ctx: context length the model was trained for (llama; others store it where they need it).
+    rms_epsilon: of llama's norms. rope_base: frequency base of rotary positions. norm_epsilon: of
+    LayerNorm in the other architectures.
+    """
+
+    n_ctx: int = 2048
+    rms_epsilon: float = 5e-6
+    rope_base: float = 10000.0
+    norm_epsilon: float = 1e-5
+
+
+@dataclass
+class Contents:
+    """A model in GGUF's terms.
+
+    metadata: GGUF keys. tensors: by GGUF names, types as GGUF stores them. notes: what a user should know
+    about the translation. roundings: by tensor, filled as tensors are loaded. source: the file behind it.
+    """
+
+    architecture: str
+    metadata: dict[str, TypedValue]
+    tensors: dict[str, Tensor]
+    source: ModelFile
+    notes: list[str] = field(default_factory=list)
+    roundings: dict[str, Rounding] = field(default_factory=dict)
+
+    def values(self) -> dict[str, Value]:
+        """The metadata without types."""
+        return {key: typed.value for key, typed in self.metadata.items()}
+
+
+def contents_of(model: ModelFile, *, assume: Assumptions | None = None, exact: bool = False) -> Contents:
+    """The model in GGUF's terms.
+
+    Types that GGUF no longer has (q4_2, q4_3) become f16, or f32 with ``exact``.
+    Raises UnsupportedFileError for an adapter or an architecture that today's libllama cannot run,
+    MalformedFileError for missing or misshapen tensors of an older file.
+    """
+    if model.container == "gguf":
+        kept = {k: v for k, v in model.metadata.typed_items().items() if not k.startswith("split.")}
+        tensors = {name: replace(tensor, part=tensor.part) for name, tensor in model.tensors.items()}
+        return Contents(model.architecture or "", kept, tensors, model)
+    return _from_legacy(model, assume or Assumptions(), F32 if exact else F16)
+
+
+# --------------------------------------------------------------------------------------- legacy
+
+
+def _from_legacy(model: ModelFile, assume: Assumptions, fallback: BlockType) -> Contents:
+    architecture = model.architecture or ""
+    if model.container == "ggla":
+        raise UnsupportedFileError(model.path, "this is a LoRA adapter, not a model; load it onto its base model")
+    if architecture == "gptj":
+        raise UnsupportedFileError(model.path, "libllama has no GPT-J any more; its tensors can be read, not run")
+    contents = Contents(architecture, {}, {}, model)
+    for name, tensor in model.tensors.items():
+        if name.endswith(("rotary_emb.inv_freq", "inner_attention.rope.freqs")):
+            continue  # computed by every reader since
+        new = gguf_name(name, architecture)
+        if new is None:
+            raise UnsupportedFileError(model.path, f"tensor {name!r} has no place in a {architecture} model")
+        contents.tensors[new] = _modern(replace(tensor, name=new), contents, fallback)
+    header = {key: model.metadata[key] for key in model.metadata}
+    contents.metadata.update(_metadata(model, header, contents, assume))
+    if architecture in ("gptneox", "falcon"):
+        _reorder_attention(contents, header)
+    return contents
+
+
+def _modern(tensor: Tensor, contents: Contents, fallback: BlockType) -> Tensor:
+    """The tensor with a type GGUF has; the same view of the file if it has one already."""
+    if tensor.type.era == 3:
+        return tensor
+    target = block_type(tensor.type.number)
+    if can_repack(tensor.type, target):
+        return replace(tensor, type=target, nbytes=target.nbytes(tensor.shape), offset=None,
+                       load=_repacking(tensor, target, contents))  # fmt: skip
+    contents.notes.append(f"{tensor.name}: {tensor.type.name} is no type of GGUF; it becomes {fallback}")
+
+    def load() -> Bytes:
+        weights = tensor.dequantize()
+        narrow = weights.astype(np.float16 if fallback is F16 else np.float32)
+        if not np.isfinite(narrow).all() and np.isfinite(weights).all():
+            raise MalformedFileError(tensor.name, "a weight does not fit an f16; convert with exact=True")
+        return narrow.reshape(-1).view(np.uint8)
+
+    return replace(tensor, type=fallback, nbytes=fallback.nbytes(tensor.shape), offset=None, load=load)
+
+
+def _repacking(tensor: Tensor, target: BlockType, contents: Contents) -> Callable[[], Bytes]:
+    def load() -> Bytes:
+        try:
+            raw, rounding = repack(tensor.raw, tensor.type, target)
+        except ValueError as error:
+            raise MalformedFileError(tensor.name, str(error)) from None
+        contents.roundings[tensor.name] = rounding
+        return raw
+
+    return load
+
+
+def _shape(contents: Contents, name: str, axis: int) -> int:
+    """One side of a tensor that the header leaves to the tensors to say."""
+    tensor = contents.tensors.get(name)
+    if tensor is None or axis >= len(tensor.shape):
+        raise MalformedFileError(contents.source.path, f"the model has no tensor for GGUF's {name}")
+    return tensor.shape[axis]
+
+
+def _metadata(
+    model: ModelFile, header: Mapping[str, Value], contents: Contents, assume: Assumptions
+) -> dict[str, TypedValue]:
+    arch = contents.architecture
+    number = {key: int(value) for key, value in header.items() if isinstance(value, (int, float))}
+    u32: dict[str, int] = {
+        "block_count": number["n_layer"],
+        "embedding_length": number["n_embd"],
+        "feed_forward_length": _shape(contents, f"blk.0.ffn_{'gate' if arch == 'llama' else 'up'}.weight", 1),
+        "attention.head_count": number["n_head"],
+        "context_length": number.get("n_ctx", number.get("max_seq", assume.n_ctx)),
+    }
+    f32: dict[str, float] = {}
+    out: dict[str, TypedValue] = {"general.architecture": TypedValue(ValueType.STRING, arch)}
+    if arch == "llama":
+        head = number["n_embd"] // number["n_head"]
+        u32["attention.head_count_kv"] = _shape(contents, "blk.0.attn_k.weight", 1) // max(head, 1)
+        u32["rope.dimension_count"] = number["n_rot"]
+        f32["rope.freq_base"] = assume.rope_base
+        f32["attention.layer_norm_rms_epsilon"] = assume.rms_epsilon
+    else:
+        f32["attention.layer_norm_epsilon"] = assume.norm_epsilon
+    if arch == "gptneox":
+        u32["rope.dimension_count"] = number["n_rot"]
+        out[f"{arch}.use_parallel_residual"] = TypedValue(ValueType.BOOL, number["use_parallel_residual"] != 0)
+    if arch == "falcon":
+        u32["attention.head_count_kv"] = number["n_head_kv"]
+    if arch == "mpt":
+        f32["attention.max_alibi_bias"] = float(header["alibi_max"])  # type: ignore[arg-type]
+        f32["attention.clamp_kqv"] = float(header["clip_kqv"])  # type: ignore[arg-type]
+    if arch == "bloom":
+        f32["attention.max_alibi_bias"] = 8.0
+    out |= {f"{arch}.{key}": TypedValue(ValueType.UINT32, value) for key, value in u32.items()}
+    out |= {f"{arch}.{key}": TypedValue(ValueType.FLOAT32, value) for key, value in f32.items()}
+    out["general.file_type"] = TypedValue(ValueType.UINT32, number["ftype"] % 1000)
+    out["general.quantization_version"] = TypedValue(ValueType.UINT32, 2)
+    tokens, scores = header["tokens"], header.get("scores")
+    assert isinstance(tokens, StringArray)
+    if scores is None and arch == "llama":
+        contents.notes.append("the vocabulary has no scores; entries are ranked by their number")
+    values = scores if isinstance(scores, np.ndarray) else None
+    out |= vocabulary.from_legacy(tokens, values, arch)
+    return out
+
+
+# ------------------------------------------------------------------------------------ attention
+
+
+def attention_rows(
+    architecture: str, n_embd: int, n_head: int, n_head_kv: int
+) -> npt.NDArray[np.int64] | None:
+    """For each row of GGUF's fused attn_qkv, the row of the older file's; None where they are the same.
+
+    gptneox keeps q, k and v of one head together, falcon those of one group of heads; GGUF has all
+    of q, then all of k, then all of v (llama.cpp's conversion/gptneox.py and falcon.py).
+    """
+    head = n_embd // n_head
+    if architecture == "gptneox":
+        rows = np.arange(3 * n_embd).reshape(n_head, 3, head)
+        return rows.transpose(1, 0, 2).reshape(-1)
+    if architecture == "falcon" and n_head_kv > 1:
+        per_group = n_head // n_head_kv
+        rows = np.arange((n_head + 2 * n_head_kv) * head).reshape(n_head_kv, per_group + 2, head)
+        return np.concatenate([rows[:, :-2].ravel(), rows[:, -2].ravel(), rows[:, -1].ravel()])
+    return None
+
+
+def reordered(tensor: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
+    """The tensor with its rows (or a bias's elements) in the order ``rows`` says. Blocks stay whole."""
+    count = tensor.shape[-1]
+    if count != len(rows):
+        raise MalformedFileError(tensor.name, f"has {count} rows where the heads need {len(rows)}")
+    return replace(tensor, offset=None, load=lambda: tensor.raw.reshape(count, -1)[rows].reshape(-1))
+
+
+def _reorder_attention(contents: Contents, header: Mapping[str, Value]) -> None:
+    n_embd, n_head = (int(header[key]) for key in ("n_embd", "n_head"))  # type: ignore[arg-type]
+    n_kv = int(header.get("n_head_kv", n_head))  # type: ignore[arg-type]
+    if n_embd % n_head or n_kv <= 0 or n_head % n_kv:
+        raise MalformedFileError(
+            contents.source.path, f"n_embd = {n_embd}, n_head = {n_head}, n_head_kv = {n_kv} do not fit together"
+        )
+    rows = attention_rows(contents.architecture, n_embd, n_head, n_kv)
+    if rows is None:
+        return
+    for name, tensor in contents.tensors.items():
+        if ".attn_qkv." in name:
+            contents.tensors[name] = reordered(tensor, rows)
