@@ -213,9 +213,10 @@ class Context:
         )
         self._decode(native_batch, len(part))
         rows = len(part) if everything or self._hidden_on else int(wanted.sum())
-        # a view where it lives until the next call, a copy where this call decodes again
-        whole = wanted.all() or rows < len(part)
-        picked = slice(None) if whole and len(part) == len(batch) else np.flatnonzero(wanted[wanted] if whole else wanted)
+        index = np.flatnonzero(wanted) if rows == len(part) else np.arange(rows)
+        # a view lives until the next decode: copy where this call makes several, or rows are left out
+        only = len(part) == len(batch) and len(index) == rows
+        picked = slice(None) if only else index
         n_vocab = self.vocabulary.n_tokens
         part_logits = native.logits(self._handle, rows, n_vocab)[picked] if logits and rows else None
         part_hidden = (
@@ -365,9 +366,7 @@ class Context:
         appended = self._check_batch(batch)
         self._abort.clear()
         self._want_hidden(True)
-        native_batch = self._batch.fill(
-            batch.tokens, None, batch.positions, batch.sequences, batch.outputs
-        )
+        native_batch = self._batch.fill(batch.tokens, None, batch.positions, batch.sequences, batch.outputs)
         encoder_only = self.model.has_encoder and not self.model.has_decoder
         if encoder_only:
             code = native.encode(self._handle, native_batch)

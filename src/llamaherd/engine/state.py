@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StateMismatchError
+from ..files.atomic import replacing
 
 __all__ = ["SavedSequence", "pack", "read", "saved_tokens", "unpack", "write"]
 
@@ -77,17 +76,8 @@ def refused(log: str) -> StateMismatchError:
 
 def write(path: str | PathLike[str], data: bytes) -> None:
     """Write a file whole or not at all."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path, len(data)) as file:
+        file.write(data)
 
 
 def read(path: str | PathLike[str]) -> bytes:

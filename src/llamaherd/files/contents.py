@@ -82,9 +82,13 @@ def contents_of(model: ModelFile, *, assume: Assumptions | None = None, exact: b
 def _from_legacy(model: ModelFile, assume: Assumptions, fallback: BlockType) -> Contents:
     architecture = model.architecture or ""
     if model.container == "ggla":
-        raise UnsupportedFileError(model.path, "this is a LoRA adapter, not a model; load it onto its base model")
+        raise UnsupportedFileError(
+            model.path, "this is a LoRA adapter, not a model; load it onto its base model"
+        )
     if architecture == "gptj":
-        raise UnsupportedFileError(model.path, "libllama has no GPT-J any more; its tensors can be read, not run")
+        raise UnsupportedFileError(
+            model.path, "libllama has no GPT-J any more; its tensors can be read, not run"
+        )
     contents = Contents(architecture, {}, {}, model)
     for name, tensor in model.tensors.items():
         if name.endswith(("rotary_emb.inv_freq", "inner_attention.rope.freqs")):
@@ -164,7 +168,9 @@ def _metadata(
         f32["attention.layer_norm_epsilon"] = assume.norm_epsilon
     if arch == "gptneox":
         u32["rope.dimension_count"] = number["n_rot"]
-        out[f"{arch}.use_parallel_residual"] = TypedValue(ValueType.BOOL, number["use_parallel_residual"] != 0)
+        out[f"{arch}.use_parallel_residual"] = TypedValue(
+            ValueType.BOOL, number["use_parallel_residual"] != 0
+        )
     if arch == "falcon":
         u32["attention.head_count_kv"] = number["n_head_kv"]
     if arch == "mpt":
@@ -220,7 +226,8 @@ def _reorder_attention(contents: Contents, header: Mapping[str, Value]) -> None:
     n_kv = int(header.get("n_head_kv", n_head))  # type: ignore[arg-type]
     if n_embd % n_head or n_kv <= 0 or n_head % n_kv:
         raise MalformedFileError(
-            contents.source.path, f"n_embd = {n_embd}, n_head = {n_head}, n_head_kv = {n_kv} do not fit together"
+            contents.source.path,
+            f"n_embd = {n_embd}, n_head = {n_head}, n_head_kv = {n_kv} do not fit together",
         )
     rows = attention_rows(contents.architecture, n_embd, n_head, n_kv)
     if rows is None:
