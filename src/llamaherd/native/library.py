@@ -12,6 +12,7 @@ import ctypes
 import ctypes.util
 import importlib.metadata
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,9 @@ _CONTINUE = 5
 
 
 def _import() -> Any:
+    # OpenMP's threads wait for each other by spinning unless told otherwise before it is loaded: beside
+    # any other busy process that costs up to half of the speed, and it gains little on an idle machine
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from llama_cpp import llama_cpp
     except Exception as error:
