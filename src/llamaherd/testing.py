@@ -66,6 +66,7 @@ class FakeMemory:
         self.n_sequences = n_sequences
         self.n_cells = n_cells
         self.can_trim = can_trim
+        self.unified = True
         self.tokens: dict[int, list[int]] = {}
         self._cells: dict[int, list[object]] = {}
 

@@ -46,9 +46,7 @@ class Residency:
 
     def _room_for_copy(self, length: int, but: int) -> bool:
         """Forks of a split cache are copies; those of a unified one take no cells."""
-        if getattr(self._memory, "unified", True):
-            return True
-        return self.make_room(cells=length, but=but)
+        return self._memory.unified or self.make_room(cells=length, but=but)
 
     def make_room(self, *, cells: int = 0, sequences: int = 0, but: int | None = None) -> bool:
         """Evict idle sequences, least recently used first, until that much is free; whether it is."""
