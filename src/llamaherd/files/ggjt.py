@@ -19,6 +19,7 @@ from llamaherd.files.legacy import (
     FLOATS,
     HEADERS,
     MAGICS,
+    SPLIT_BY_COLUMNS,
     VERSIONS,
     block_era,
     fits_architecture,
@@ -34,9 +35,6 @@ Report = Callable[[MalformedFileError], None]
 
 _MAX_DIMS = 2
 _MAX_PARTS = 64
-
-# split along a row (ne[0]) over the parts of a model; other matrices are split by rows
-_SPLIT_BY_COLUMNS = ("tok_embeddings.weight", "attention.wo.weight", "feed_forward.w2.weight")
 
 
 def strict(fault: MalformedFileError) -> None:
@@ -288,7 +286,7 @@ def _join(parts: list[_Part], report: Report) -> dict[str, Tensor]:
         if len(first.shape) == 1:
             joined[name] = first  # every part has a copy
         else:
-            joined[name] = _joined(first, same, by_columns=name.endswith(_SPLIT_BY_COLUMNS))
+            joined[name] = _joined(first, same, by_columns=name.endswith(SPLIT_BY_COLUMNS))
     return joined
 
 
