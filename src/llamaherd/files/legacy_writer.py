@@ -263,6 +263,7 @@ def _made_header(
     numbers["alibi_max"] = _float(values.get(f"{arch}.attention.max_alibi_bias"), 8.0)
     numbers["clip_kqv"] = _float(values.get(f"{arch}.attention.clamp_kqv"), 0.0)
     _warn(target, contents, numbers, report)
+    _note_dropped(target, contents, report)
     return numbers
 
 
@@ -306,6 +307,27 @@ def _warn(
         report.notes.append(f"{target.name} has no rope base ({base:g} here): its readers must be told")
     if "llama.rope.scaling.type" in values:
         report.notes.append(f"{target.name} has no rope scaling: its readers must be told")
+
+
+def _note_dropped(target: _Target, contents: Contents, report: LegacyReport) -> None:
+    """Note the metadata that the container has no place for."""
+    held = {
+        "general.architecture", "general.file_type", "general.quantization_version", "general.alignment",
+        "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.scores",
+        "tokenizer.ggml.token_type", "tokenizer.ggml.merges",
+    }  # fmt: skip
+    parts = (
+        "block_count", "embedding_length", "feed_forward_length", "attention.head_count",
+        "attention.head_count_kv", "attention.key_length", "attention.value_length",
+        "rope.dimension_count", "rope.freq_base", "use_parallel_residual", "attention.max_alibi_bias",
+        "attention.clamp_kqv", "vocab_size",
+    )  # fmt: skip
+    held |= {f"{target.architecture}.{part}" for part in parts}
+    if "n_ctx" in HEADERS[target.architecture] or "max_seq" in HEADERS[target.architecture]:
+        held.add(f"{target.architecture}.context_length")
+    dropped = [key for key in contents.metadata if key not in held]
+    if dropped:
+        report.notes.append(f"{target.name} has no place for {', '.join(sorted(dropped))}")
 
 
 def _ftype(target: _Target, kept: int | float | None, tensors: dict[str, Tensor]) -> int:
