@@ -21,6 +21,7 @@ from llamaherd.files.contents import Assumptions, Contents, contents_of
 from llamaherd.files.legacy_writer import write_legacy
 from llamaherd.files.metadata import TypedValue, ValueType
 from llamaherd.files.model_file import Bytes, ModelFile, Tensor
+from llamaherd.files.opening import open_model
 from llamaherd.files.writer import write_gguf
 
 __all__ = ["FLOAT_TYPES", "FORMATS", "Conversion", "convert"]
@@ -159,8 +160,6 @@ def _quantized(
     source: ModelFile, path: str | os.PathLike[str], type: str, quantize: Quantizer | None, options: _Options
 ) -> Conversion:
     """Through a GGUF beside the target, which libllama's quantiser reads and writes."""
-    from llamaherd import files
-
     if quantize is None:
         raise InvalidParameterError(
             "type", type, f"one of {', '.join(FLOAT_TYPES)}; quantised types need libllama (quantize=...)"
@@ -174,7 +173,7 @@ def _quantized(
             plain = Path(temporary) / "plain.gguf"
             notes = convert(source, plain, assume=options.assume, sync=False).notes
         quantize(plain, made, type)
-        with files.open(made) as model:
+        with open_model(made) as model:
             result = convert(
                 model,
                 path,

@@ -5,7 +5,6 @@ The metadata shown are the header's own fields, plus ``tokens`` and, where the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,22 +23,16 @@ from llamaherd.files.legacy import (
     block_era,
     fits_architecture,
 )
-from llamaherd.files.mapped import Cursor, MappedFile
+from llamaherd.files.mapped import Cursor, MappedFile, Report, strict
 from llamaherd.files.metadata import Metadata, TypedValue, Value, ValueType
 from llamaherd.files.model_file import Bytes, ModelFile, Tensor
 from llamaherd.files.strings import StringArray, scan_strings
 
 __all__ = ["open_legacy"]
 
-Report = Callable[[MalformedFileError], None]
 
 _MAX_DIMS = 2
 _MAX_PARTS = 64
-
-
-def strict(fault: MalformedFileError) -> None:
-    """The default way to report a fault: refuse the file."""
-    raise fault
 
 
 @dataclass
@@ -56,9 +49,7 @@ class _Part:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-def open_legacy(
-    file: MappedFile, *, architecture: str | None = None, report: Report = strict
-) -> ModelFile:
+def open_legacy(file: MappedFile, *, architecture: str | None = None, report: Report = strict) -> ModelFile:
     """The model in ``file``; ``architecture`` is inferred from the tensors' names unless given.
 
     Raises MalformedFileError, UnsupportedFileError (unknown version or architecture), ModelNotFoundError for

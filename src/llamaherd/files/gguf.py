@@ -22,7 +22,7 @@ from llamaherd.errors import (
     UnsupportedFileError,
 )
 from llamaherd.files.block_types import block_type
-from llamaherd.files.mapped import Cursor, MappedFile
+from llamaherd.files.mapped import Cursor, MappedFile, Report, strict
 from llamaherd.files.metadata import Metadata, TypedValue, Value, ValueType
 from llamaherd.files.model_file import ModelFile, Tensor
 from llamaherd.files.strings import StringArray, decode_text, scan_strings
@@ -36,13 +36,7 @@ _MAX_DIMS = 4  # GGML_MAX_DIMS
 _MAX_ALIGNMENT = 1 << 24
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$", re.DOTALL)
 
-Report = Callable[[MalformedFileError], None]
 Loaders = dict[str, tuple[ValueType, "ValueType | None", Callable[[], Value]]]
-
-
-def strict(fault: MalformedFileError) -> None:
-    """The default way to report a fault: refuse the file."""
-    raise fault
 
 
 @dataclass
@@ -295,15 +289,11 @@ def _place(part: Part, record: _Record, next_offset: int | None, report: Report)
         return None
     start = part.data_start + record.offset
     raw = file.data[start : start + nbytes]
-    return Tensor(
-        record.name, kind, record.shape, nbytes, lambda: raw, start, big_endian=part.big_endian
-    )
+    return Tensor(record.name, kind, record.shape, nbytes, lambda: raw, start, big_endian=part.big_endian)
 
 
 def _check_overlap(part: Part, report: Report) -> None:
-    placed = sorted(
-        (t for t in part.tensors.values() if t.nbytes), key=lambda t: (t.offset or 0, t.nbytes)
-    )
+    placed = sorted((t for t in part.tensors.values() if t.nbytes), key=lambda t: (t.offset or 0, t.nbytes))
     for a, b in pairwise(placed):
         end = (a.offset or 0) + a.nbytes
         if b.offset is not None and b.offset < end:

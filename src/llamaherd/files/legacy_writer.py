@@ -287,9 +287,7 @@ def _n_mult(contents: Contents, numbers: dict[str, int | float], report: LegacyR
     return 256
 
 
-def _warn(
-    target: _Target, contents: Contents, numbers: dict[str, int | float], report: LegacyReport
-) -> None:
+def _warn(target: _Target, contents: Contents, numbers: dict[str, int | float], report: LegacyReport) -> None:
     """Note what the readers of the container cannot know."""
     if target.architecture != "llama":
         return

@@ -248,4 +248,3 @@ def _chain(window: Bytes, width: int, gap: int) -> Offsets:
     good = follows[:-1] == places[1:]
     breaks = np.flatnonzero(~good)
     return places[: (int(breaks[0]) + 1 if len(breaks) else len(places))]
-
