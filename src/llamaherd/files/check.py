@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from llamaherd.errors import FileError, MalformedFileError
+from llamaherd.files.adapters import adapter_contents
 from llamaherd.files.blocks import scales
 from llamaherd.files.check_metadata import check_metadata, check_vocabulary
 from llamaherd.files.contents import Contents, contents_of
@@ -71,11 +72,15 @@ def _check_model(
     if model.container == "gguf":
         _check_layout(model, faults)
     contents: Contents | None = None
-    if model.container != "ggla":
-        try:
+    try:
+        if model.container == "ggla":
+            adapter_contents(model)
+        else:
             contents = contents_of(model)
-        except FileError as error:
-            faults.error("file", _reason(error))
+    except FileError as error:
+        faults.error("file", _reason(error))
+    if not model.tensors:
+        faults.error("file", "there are no tensors")
     if contents is not None and not _is_adapter(contents):
         check_metadata(contents, faults)
         check_vocabulary(contents, faults)
@@ -145,9 +150,6 @@ def _check_order(placed: list[Tensor], alignment: int, faults: Faults) -> None:
 
 def _check_tensors(contents: Contents, faults: Faults) -> None:
     tensors = contents.tensors
-    if not tensors:
-        faults.error("file", "there are no tensors")
-        return
     values = contents.values()
     arch = contents.architecture
     n_layer = values.get(f"{arch}.block_count")

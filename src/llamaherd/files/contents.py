@@ -30,15 +30,15 @@ F16, F32 = block_type(1), block_type(0)
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What files before GGUF do not say. Defaults are those of their last readers.
+    """What files before GGUF do not say. Defaults are those of the readers of their time.
 
-    n_ctx: context length the model was trained for (llama; others store it where they need it).
-    rms_epsilon: of llama's norms. rope_base: frequency base of rotary positions. norm_epsilon: of
-    LayerNorm in the other architectures.
+    n_ctx: context length the model was trained for (where the header has none). rms_epsilon: of llama's
+    norms; None is 1e-6 for GGML, GGMF, GGJT 1 and 2, and 5e-6 for GGJT 3. rope_base: frequency base
+    of rotary positions. norm_epsilon: of LayerNorm in the other architectures.
     """
 
     n_ctx: int = 2048
-    rms_epsilon: float = 5e-6
+    rms_epsilon: float | None = None
     rope_base: float = 10000.0
     norm_epsilon: float = 1e-5
 
@@ -129,8 +129,9 @@ def _from_legacy(model: ModelFile, assume: Assumptions, fallback: BlockType) -> 
         contents.tensors[new] = _modern(contents.stored[new], contents, fallback)
     header = {key: model.metadata[key] for key in model.metadata}
     contents.metadata.update(_metadata(model, header, contents, assume))
-    if architecture in ("gptneox", "falcon"):
-        _reorder_attention(contents, header)
+    n_embd, n_head = int(header["n_embd"]), int(header["n_head"])  # type: ignore[arg-type]
+    n_kv = int(header["n_head_kv"]) if architecture == "falcon" else n_head  # type: ignore[arg-type]
+    reorder_attention(contents.tensors, architecture, n_embd, n_head, n_kv)
     return contents
 
 
@@ -198,7 +199,9 @@ def _metadata(
         u32["attention.head_count_kv"] = _shape(contents, "blk.0.attn_k.weight", 1) // max(head, 1)
         u32["rope.dimension_count"] = number["n_rot"]
         f32["rope.freq_base"] = assume.rope_base
-        f32["attention.layer_norm_rms_epsilon"] = assume.rms_epsilon
+        usual = 5e-6 if (model.container, model.version) == ("ggjt", 3) else 1e-6
+        epsilon = usual if assume.rms_epsilon is None else assume.rms_epsilon
+        f32["attention.layer_norm_rms_epsilon"] = epsilon
     else:
         f32["attention.layer_norm_epsilon"] = assume.norm_epsilon
     if arch == "gptneox":
@@ -249,24 +252,39 @@ def attention_rows(
     return None
 
 
-def reordered(tensor: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
-    """The tensor with its rows (or a bias's elements) in the order ``rows`` says. Blocks stay whole."""
-    count = tensor.shape[-1]
-    if count != len(rows):
-        raise MalformedFileError(tensor.name, f"has {count} rows where the heads need {len(rows)}")
-    return replace(tensor, offset=None, load=lambda: tensor.raw.reshape(count, -1)[rows].reshape(-1))
+def reorder_attention(
+    tensors: dict[str, Tensor],
+    architecture: str,
+    n_embd: int,
+    n_head: int,
+    n_head_kv: int,
+    *,
+    back: bool = False,
+) -> None:
+    """Put every attn_qkv among ``tensors`` into GGUF's order of rows, or ``back`` into the older file's.
 
-
-def _reorder_attention(contents: Contents, header: Mapping[str, Value]) -> None:
-    n_embd, n_head = (int(header[key]) for key in ("n_embd", "n_head"))  # type: ignore[arg-type]
-    n_kv = int(header.get("n_head_kv", n_head))  # type: ignore[arg-type]
-    if n_embd % n_head or n_kv <= 0 or n_head % n_kv:
+    Blocks stay whole. Raises MalformedFileError where the rows are not what the heads need.
+    """
+    found = [name for name in tensors if ".attn_qkv." in name]
+    if not found or architecture not in ("gptneox", "falcon"):
+        return
+    if min(n_embd, n_head, n_head_kv) <= 0 or n_embd % n_head or n_head % n_head_kv:
         raise MalformedFileError(
-            _path(contents), f"n_embd = {n_embd}, n_head = {n_head} and n_head_kv = {n_kv} do not fit"
+            found[0], f"n_embd = {n_embd}, n_head = {n_head} and n_head_kv = {n_head_kv} do not fit"
         )
-    rows = attention_rows(contents.architecture, n_embd, n_head, n_kv)
+    count = (n_head + 2 * n_head_kv) * (n_embd // n_head)
+    for name in found:  # before anything of that size is made
+        if tensors[name].shape[-1] != count:
+            raise MalformedFileError(
+                name, f"has {tensors[name].shape[-1]} rows, {n_head} heads of {n_embd // n_head} need {count}"
+            )
+    rows = attention_rows(architecture, n_embd, n_head, n_head_kv)
     if rows is None:
         return
-    for name, tensor in contents.tensors.items():
-        if ".attn_qkv." in name:
-            contents.tensors[name] = reordered(tensor, rows)
+    order = np.argsort(rows) if back else rows
+    for name in found:
+        tensors[name] = _reordered(tensors[name], order)
+
+
+def _reordered(tensor: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
+    return replace(tensor, offset=None, load=lambda: tensor.raw.reshape(len(rows), -1)[rows].reshape(-1))

@@ -22,7 +22,7 @@ from llamaherd.files import vocabulary
 from llamaherd.files.atomic import replacing, require_space
 from llamaherd.files.block_types import BlockType, block_type
 from llamaherd.files.blocks import Rounding, can_repack, repack
-from llamaherd.files.contents import Contents, attention_rows, reordered
+from llamaherd.files.contents import Contents, reorder_attention
 from llamaherd.files.legacy import ALIGNMENT, FLOATS, HEADERS, MAGICS, SPLIT_BY_COLUMNS, VERSIONS
 from llamaherd.files.model_file import Bytes, Tensor
 from llamaherd.files.names import legacy_name
@@ -127,15 +127,17 @@ def write_legacy(
 
 def _tensors(target: _Target, contents: Contents, report: LegacyReport) -> dict[str, Tensor]:
     """The tensors under their old names, in the target's blocks (repacked when loaded)."""
+    stored = dict(contents.stored)
+    if contents.stored is contents.tensors:  # in GGUF's order of rows
+        n_embd = _number(contents, "embedding_length") or 0
+        n_head = _number(contents, "attention.head_count") or 0
+        n_kv = _number(contents, "attention.head_count_kv") or n_head
+        reorder_attention(stored, target.architecture, n_embd, n_head, n_kv, back=True)
     out: dict[str, Tensor] = {}
-    # as the source has them, or in GGUF's order of rows
-    rows = _old_rows(contents) if contents.stored is contents.tensors else None
-    for name, tensor in contents.stored.items():
+    for name, tensor in stored.items():
         old = legacy_name(name, target.architecture)
         if old is None:
             raise target.refuse(f"its readers know no tensor like {name}")
-        if rows is not None and ".attn_qkv." in name:
-            tensor = reordered(tensor, rows)
         out[old] = _old_type(target, replace(tensor, name=old), report)
     _add_tied_output(target, out, report)
     return out
@@ -149,19 +151,6 @@ def _add_tied_output(target: _Target, tensors: dict[str, Tensor], report: Legacy
         return
     tensors[output] = replace(tensors[embeddings], name=output)
     report.notes.append("the output head shares the embeddings; it is written out a second time")
-
-
-def _old_rows(contents: Contents) -> npt.NDArray[np.int64] | None:
-    arch = contents.architecture
-    numbers = {key: _number(contents, key) for key in ("embedding_length", "attention.head_count")}
-    if not all(numbers.values()):
-        return None
-    n_embd, n_head = numbers["embedding_length"] or 0, numbers["attention.head_count"] or 0
-    n_kv = _number(contents, "attention.head_count_kv") or n_head
-    if n_embd % n_head or n_head % n_kv:
-        return None
-    rows = attention_rows(arch, n_embd, n_head, n_kv)
-    return None if rows is None else np.argsort(rows)
 
 
 def _old_type(target: _Target, tensor: Tensor, report: LegacyReport) -> Tensor:
