@@ -14,10 +14,10 @@ from llamaherd.errors import FileError, MalformedFileError
 from llamaherd.files.adapters import adapter_contents
 from llamaherd.files.blocks import scales
 from llamaherd.files.check_metadata import check_metadata, check_vocabulary
+from llamaherd.files.check_tensors import check_tensors
 from llamaherd.files.contents import Contents, contents_of
 from llamaherd.files.faults import Fault, Faults
 from llamaherd.files.model_file import ModelFile, Tensor
-from llamaherd.files.names import layer_of
 from llamaherd.files.opening import open_model
 
 __all__ = ["check"]
@@ -84,7 +84,7 @@ def _check_model(
     if contents is not None and not _is_adapter(contents):
         check_metadata(contents, faults)
         check_vocabulary(contents, faults)
-        _check_tensors(contents, faults)
+        check_tensors(contents, faults)
     if weights:
         _check_weights(model, faults, progress)
 
@@ -145,39 +145,7 @@ def _check_order(placed: list[Tensor], alignment: int, faults: Faults) -> None:
         expected = offset + -(-tensor.nbytes // alignment) * alignment
 
 
-# -------------------------------------------------------------------------------------- tensors
-
-
-def _check_tensors(contents: Contents, faults: Faults) -> None:
-    tensors = contents.tensors
-    values = contents.values()
-    arch = contents.architecture
-    n_layer = values.get(f"{arch}.block_count")
-    n_embd = values.get(f"{arch}.embedding_length")
-    if isinstance(n_layer, int) and not isinstance(n_layer, bool):
-        layers = {layer for name in tensors if (layer := layer_of(name)) is not None}
-        missing = [i for i in range(min(n_layer, 4096)) if i not in layers]
-        if missing:
-            faults.error("file", f"layers {_ranges(missing)} of {n_layer} have no tensors")
-        beyond = [i for i in layers if i >= n_layer]
-        if beyond:
-            faults.warning("file", f"there are tensors of layers {_ranges(sorted(beyond))}, beyond {n_layer}")
-    embeddings = tensors.get("token_embd.weight")
-    if embeddings is not None and isinstance(n_embd, int) and embeddings.shape[:1] != (n_embd,):
-        faults.error(embeddings.name, f"has shape {embeddings.shape}, embedding_length is {n_embd}")
-    if embeddings is not None and embeddings.type.number in (24, 25, 26, 27, 28):
-        faults.error(embeddings.name, f"weights of type {embeddings.type} cannot be computed with")
-
-
-def _ranges(numbers: list[int]) -> str:
-    """3, 5-7 for [3, 5, 6, 7]."""
-    out: list[list[int]] = []
-    for number in numbers:
-        if out and out[-1][-1] == number - 1:
-            out[-1][1:] = [number]
-        else:
-            out.append([number])
-    return ", ".join("-".join(map(str, run)) for run in out)
+# -------------------------------------------------------------------------------------- weights
 
 
 def _check_weights(model: ModelFile, faults: Faults, progress: Callable[[int, int], None] | None) -> None:

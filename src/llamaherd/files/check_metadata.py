@@ -38,6 +38,30 @@ _UNSIGNED = (ValueType.UINT8, ValueType.UINT16, ValueType.UINT32, ValueType.UINT
 _WHOLE = (*_UNSIGNED, ValueType.INT8, ValueType.INT16, ValueType.INT32, ValueType.INT64)
 _MAX_LISTED = 8
 
+# the type libllama asks for, by how a key ends
+_TYPES: dict[ValueType, tuple[str, ...]] = {
+    ValueType.UINT32: (
+        "general.alignment", "general.file_type", ".vocab_size", ".attention.key_length",
+        ".attention.value_length", ".rope.dimension_count", ".rope.scaling.original_context_length",
+        ".pooling_type", ".expert_count", ".leading_dense_block_count", ".nextn_predict_layers",
+    ),
+    ValueType.FLOAT32: (
+        "_epsilon", ".rope.freq_base", ".rope.scaling.factor", ".rope.scale_linear",
+        ".rope.scaling.attn_factor", ".attn_logit_softcapping", ".final_logit_softcapping",
+        ".attention.clamp_kqv", ".logit_scale",
+        ".attention.max_alibi_bias", ".attention.scale", ".embedding_scale", ".residual_scale",
+    ),
+    ValueType.BOOL: (
+        ".attention.causal", ".use_parallel_residual", ".rope.scaling.finetuned", ".expert_weights_norm",
+        "ggml.add_bos_token", "ggml.add_eos_token", "ggml.add_space_prefix", "ggml.add_sep_token",
+        "ggml.remove_extra_whitespaces",
+    ),
+    ValueType.STRING: (
+        "general.name", "general.type", "tokenizer.ggml.pre", "tokenizer.chat_template", ".rope.scaling.type",
+    ),
+}  # fmt: skip
+_MAYBE_ARRAYS = (".attention.key_length", ".attention.value_length")
+
 
 class _Keys:
     """Reads hyperparameters, reporting those of a wrong type."""
@@ -91,22 +115,31 @@ def check_metadata(contents: Contents, faults: Faults) -> None:
             faults.error(f"{keys.arch}.{part}", f"is {value}; it must be one positive number")
     _check_heads(keys, layers[0] if layers else None, faults)
     _check_experts(keys, faults)
+    extra = keys.whole("nextn_predict_layers")
+    if extra and layers and extra[0] > layers[0]:
+        faults.error(f"{keys.arch}.nextn_predict_layers", f"is {extra[0]} of {layers[0]} layers")
     scaling = keys.typed(f"{keys.arch}.rope.scaling.type")
-    if scaling is not None and scaling.value not in _ROPE_SCALINGS:
+    if scaling is not None and not (isinstance(scaling.value, str) and scaling.value in _ROPE_SCALINGS):
         known = ", ".join(_ROPE_SCALINGS)
         faults.error(f"{keys.arch}.rope.scaling.type", f"is {scaling.value!r}; known: {known}")
 
 
 def _check_known_types(contents: Contents, faults: Faults) -> None:
-    alignment = contents.metadata.get("general.alignment")
-    if alignment is not None and alignment.type is not ValueType.UINT32:
-        faults.error("general.alignment", f"must be a u32, it is {_type_name(alignment)}")
+    """libllama refuses a key whose value has another type than it asks for."""
     for key, typed in contents.metadata.items():
-        if typed.type in (ValueType.FLOAT32, ValueType.FLOAT64) and not np.isfinite(float(typed.value)):  # type: ignore[arg-type]
-            faults.error(key, f"is {typed.value!r}")
+        wanted = next((kind for kind, ends in _TYPES.items() if key.endswith(ends)), None)
+        if wanted is not None and typed.type is not wanted and typed.type is not ValueType.ARRAY:
+            faults.error(key, f"must be {wanted.name.lower()}, it is {_type_name(typed)}")
+        elif wanted is not None and typed.type is ValueType.ARRAY and not key.endswith(_MAYBE_ARRAYS):
+            faults.error(key, f"must be one {wanted.name.lower()}, it is {_type_name(typed)}")
+        value = typed.value
+        if isinstance(value, float) and not np.isfinite(value):
+            faults.error(key, f"is {value}")
 
 
 def _check_heads(keys: _Keys, n_layer: int | None, faults: Faults) -> None:
+    for part in ("feed_forward_length", "expert_used_count"):
+        _check_length(keys, part, keys.whole(part), n_layer, faults)
     heads = keys.whole("attention.head_count")
     kv = keys.whole("attention.head_count_kv") or heads
     embd = keys.whole("embedding_length")
@@ -114,8 +147,7 @@ def _check_heads(keys: _Keys, n_layer: int | None, faults: Faults) -> None:
         if values is None:
             continue
         key = f"{keys.arch}.{part}"
-        if n_layer is not None and len(values) not in (1, n_layer):
-            faults.error(key, f"has {len(values)} entries for {n_layer} layers")
+        _check_length(keys, part, values, n_layer, faults)
         if any(not 0 <= value <= 1 << 16 for value in values):
             faults.error(key, f"is {values[:_MAX_LISTED]}")
     if not heads or not kv or not embd or min(heads) <= 0 or min(kv) < 0:
@@ -127,10 +159,20 @@ def _check_heads(keys: _Keys, n_layer: int | None, faults: Faults) -> None:
         faults.error(f"{keys.arch}.attention.head_count", f"{heads[0]} does not divide n_embd = {embd[0]}")
 
 
+def _check_length(
+    keys: _Keys, part: str, values: list[int] | None, n_layer: int | None, faults: Faults
+) -> None:
+    """A hyperparameter is one number, or one for each layer."""
+    key = f"{keys.arch}.{part}"
+    is_array = key in keys.metadata and keys.metadata[key].type is ValueType.ARRAY
+    if values is not None and is_array and n_layer is not None and len(values) != n_layer:
+        faults.error(key, f"has {len(values)} entries for {n_layer} layers")
+
+
 def _check_experts(keys: _Keys, faults: Faults) -> None:
     """libllama asserts all of these."""
     count = (keys.whole("expert_count") or [0])[0]
-    used = max(keys.whole("expert_used_count") or [0])
+    used = max(keys.whole("expert_used_count") or [0], default=0)
     groups = (keys.whole("expert_group_count") or [0])[0]
     groups_used = (keys.whole("expert_group_used_count") or [0])[0]
     where = f"{keys.arch}.expert_count"
@@ -207,6 +249,8 @@ def _check_lists(contents: Contents, n_tokens: int, model: str, faults: Faults) 
             faults.error(key, f"has {len(values)} entries for {n_tokens} tokens")
         elif values.dtype.kind == "f" and np.isnan(values).any():
             faults.error(key, "holds NaN")
+        elif name == "token_type" and model == "bert" and (values[:n_tokens] == BYTE).any():
+            faults.error(key, "has byte tokens, on which libllama's WordPiece tokenizer aborts")
         elif name == "token_type" and model == "llama" and not (values == BYTE).any():
             faults.warning(key, "has no byte tokens: text outside the vocabulary cannot be tokenised")
     merges = contents.metadata.get("tokenizer.ggml.merges")
