@@ -17,7 +17,8 @@
     │   ├── ModelLoadError
     │   ├── ContextError                    a context could not be made
     │   ├── DecodeError                     llama_decode failed
-    │   └── DecodeAbortedError              a decode was stopped on request
+    │   ├── DecodeAbortedError              a decode was stopped on request
+    │   └── UnsupportedError                this model or context cannot do that
     ├── RequestError                    this request cannot be served as it stands
     │   ├── PromptTooLongError
     │   ├── EmptyPromptError
@@ -78,6 +79,7 @@ __all__ = [
     "TokenError",
     "TruncatedFileError",
     "UnknownParameterError",
+    "UnsupportedError",
     "UnsupportedFileError",
 ]
 
@@ -223,6 +225,10 @@ class DecodeAbortedError(NativeError):
 
     def __init__(self) -> None:
         super().__init__("the decode was aborted on request; its tokens are not in the KV cache")
+
+
+class UnsupportedError(NativeError):
+    """This model or context cannot do that; the message says what can be done instead."""
 
 
 # --------------------------------------------------------------------------------------- request

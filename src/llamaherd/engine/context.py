@@ -1,0 +1,561 @@
+"""A context: the KV cache and the forward pass over it. Nothing here can abort the process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import SamplingConfig
+from ..errors import (
+    ClosedError,
+    ContextError,
+    DecodeAbortedError,
+    DecodeError,
+    InvalidParameterError,
+    OutOfCellsError,
+    PositionError,
+    PromptTooLongError,
+    RequestError,
+    TokenError,
+    UnsupportedError,
+)
+from ..native import context as native
+from ..native.library import recent_log
+from . import state
+from .cpus import available_cpus, available_memory
+from .memory import Memory
+from .model import Model
+from .protocol import Batch, FloatArray
+from .sampler import Sampler
+from .vocabulary import Vocabulary
+
+__all__ = ["Context", "Outputs"]
+
+_DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """What a decode put out; rows are the batch's wanted tokens, in batch order.
+
+    Attributes:
+        logits: float32 [n_outputs, n_vocab].
+        hidden: float32 [n_outputs, n_embd], the last hidden states after the final norm.
+        layers: for each layer asked for, float32 [n_outputs, n_embd]: the hidden states after it.
+    """
+
+    logits: FloatArray | None = None
+    hidden: FloatArray | None = None
+    layers: dict[int, FloatArray] = field(default_factory=dict)
+
+
+class Context:
+    """An Engine over one model.
+
+    Calls from several threads are serialised; abort() may come from any thread at any time.
+
+    Args:
+        model: closing it closes the context.
+        layer_outputs: make the hidden states after any layer available to run(); each graph node then
+            costs a call into Python.
+        params: llama.cpp's own context parameters by their names. Other defaults than llama.cpp's:
+            ``n_ctx`` is the trained length, at most 4096; ``n_threads`` the CPUs this process may use;
+            ``kv_unified`` is true, so that forks share their cells; ``no_perf`` is true.
+
+    Raises:
+        UnknownParameterError, InvalidParameterError: a parameter is.
+        ContextError: llama.cpp refused (its log is in the message), or the memory would not suffice.
+    """
+
+    def __init__(self, model: Model, *, layer_outputs: bool = False, **params: Any) -> None:
+        self.model = model
+        self._lock = threading.RLock()
+        self._abort = native.AbortFlag()
+        self._tap = native.LayerTap() if layer_outputs else None
+        settings = _defaults(model) | params
+        _check_params(model, settings)
+        handle = native.new_context(model.handle, settings, self._abort, self._tap)
+        if handle is None:
+            raise ContextError(f"llama.cpp could not make a context with {settings}", recent_log())
+        self._handle = handle
+        self._facts = native.context_facts(handle)
+        self.unified = bool(settings["kv_unified"])
+        self.params = settings
+        self._batch = native.BatchBuffer(self.n_batch, model.n_embd)
+        self._hidden_on = bool(settings.get("embeddings", False))
+        recurrent = model.is_recurrent
+        shared = self.unified and not recurrent
+        self.memory = Memory(
+            handle,
+            self._lock,
+            n_sequences=self._facts["n_seq_max"],
+            n_cells=self.n_ctx * (1 if shared else self._facts["n_seq_max"]),
+            unified=shared,
+            can_trim=not recurrent,
+        )
+        if model.adapters and native.set_adapters(handle, model.adapters) != 0:
+            raise ContextError("llama.cpp could not apply the LoRA adapters", recent_log())
+        model.owns(self)
+
+    # -------------------------------------------------------------------------------- facts
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The model's vocabulary."""
+        return self.model.vocabulary
+
+    @property
+    def n_ctx(self) -> int:
+        """Most tokens of one sequence, as llama.cpp rounded it."""
+        return self._facts["n_ctx"] if self.unified else self._facts["n_ctx_seq"]
+
+    @property
+    def n_batch(self) -> int:
+        """Most tokens of one llama_decode; longer batches are split."""
+        return self._facts["n_batch"]
+
+    @property
+    def n_ubatch(self) -> int:
+        """Most tokens of one forward pass."""
+        return self._facts["n_ubatch"]
+
+    @property
+    def n_seq_max(self) -> int:
+        """Most sequences."""
+        return self._facts["n_seq_max"]
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of a decode."""
+        return self._facts["n_threads"]
+
+    # ------------------------------------------------------------------------------- decode
+
+    def decode(self, batch: Batch) -> FloatArray:
+        """Compute a batch; logits float32 [n wanted, n_vocab] in batch order.
+
+        A batch of at most ``n_batch`` tokens gives a view of llama.cpp's buffer, valid until the next
+        call of this context; copy what must live longer.
+
+        Raises:
+            TokenError, PositionError, SequenceError, OutOfCellsError: the batch is not valid; nothing ran.
+            DecodeAbortedError: abort() was called; the sequences are as before.
+            DecodeError: llama.cpp failed; the sequences are as before (recurrent ones empty).
+        """
+        logits = self.run(batch).logits
+        assert logits is not None
+        return logits
+
+    def run(
+        self, batch: Batch, *, logits: bool = True, hidden: bool = False, layers: Sequence[int] = ()
+    ) -> Outputs:
+        """Compute a batch and choose what it puts out; see decode().
+
+        Args:
+            logits: the wanted tokens' logits.
+            hidden: their last hidden states, after the final norm.
+            layers: the hidden states after these layers (needs ``layer_outputs=True``). The batch is then
+                computed sequence by sequence.
+
+        Raises:
+            UnsupportedError: a layer's output is not to be had.
+        """
+        with self._lock:
+            self._check_open()
+            appended = self._check_batch(batch)
+            layers = self._check_layers(layers)
+            before = {s: self.memory.length(s) for s in appended}
+            self._abort.clear()
+            try:
+                calls = self._parts(batch, by_sequence=bool(layers))
+                parts = [self._run_part(batch, part, logits, hidden, layers) for part in calls]
+            except BaseException:
+                for sequence, length in before.items():
+                    self.memory.roll_back(sequence, length)
+                raise
+            for sequence, count in appended.items():
+                self.memory.appended(sequence, count)
+            return _join(batch, parts, logits, hidden, layers, self.vocabulary.n_tokens, self.model.n_embd)
+
+    def _parts(self, batch: Batch, *, by_sequence: bool) -> list[NDArray[np.intp]]:
+        """Indices of the tokens of each llama_decode call."""
+        if not by_sequence:
+            index = np.arange(len(batch))
+            return [index[a : a + self.n_batch] for a in range(0, len(batch), self.n_batch)]
+        # the tap sees one array a forward pass: tokens must not be reordered or split behind its back
+        parts = []
+        for sequence in dict.fromkeys(batch.sequences.tolist()):
+            index = np.flatnonzero(batch.sequences == sequence)
+            parts += [index[a : a + self.n_ubatch] for a in range(0, len(index), self.n_ubatch)]
+        return parts
+
+    def _run_part(
+        self, batch: Batch, part: NDArray[np.intp], logits: bool, hidden: bool, layers: Sequence[int]
+    ) -> tuple[NDArray[np.intp], FloatArray | None, FloatArray | None, dict[int, FloatArray]]:
+        wanted = batch.outputs[part]
+        everything = bool(layers) or hidden  # hidden states come for all tokens or not at all
+        self._want_hidden(hidden)
+        if self._tap is not None:
+            self._tap.record(layers)
+        native_batch = self._batch.fill(
+            None if batch.tokens is None else batch.tokens[part],
+            None if batch.embeddings is None else batch.embeddings[part],
+            batch.positions[part],
+            batch.sequences[part],
+            np.ones(len(part), np.bool_) if everything else wanted,
+        )
+        self._decode(native_batch, len(part))
+        rows = len(part) if everything or self._hidden_on else int(wanted.sum())
+        index = np.flatnonzero(wanted) if rows == len(part) else np.arange(rows)
+        # a view lives until the next decode: copy where this call makes several, or rows are left out
+        only = len(part) == len(batch) and len(index) == rows
+        picked = slice(None) if only else index
+        n_vocab = self.vocabulary.n_tokens
+        part_logits = native.logits(self._handle, rows, n_vocab)[picked] if logits and rows else None
+        part_hidden = (
+            native.tensor_rows(self._handle, rows, self.model.n_embd)[picked] if hidden and rows else None
+        )
+        part_layers = {}
+        for layer in layers:
+            arrays = self._tap.layers.get(layer) if self._tap is not None else None
+            if not arrays:
+                raise UnsupportedError(
+                    f"this architecture ({self.model.architecture}) does not name the output of layer {layer}"
+                )
+            part_layers[layer] = np.concatenate(arrays).reshape(len(part), self.model.n_embd)[picked]
+        return part[wanted], part_logits, part_hidden, part_layers
+
+    def _want_hidden(self, on: bool) -> None:
+        if on != self._hidden_on and not self.params.get("embeddings", False):
+            native.set_embeddings(self._handle, on)
+            self._hidden_on = on
+
+    def _decode(self, native_batch: Any, n: int) -> None:
+        code = native.decode(self._handle, native_batch)
+        if code == 0:
+            return
+        if code == 1:
+            raise OutOfCellsError(n, self.memory.used_cells, self.memory.n_cells)
+        if code == 2:
+            raise DecodeAbortedError
+        raise DecodeError(code, "llama.cpp could not compute this batch", recent_log())
+
+    def _check_batch(self, batch: Batch) -> dict[int, int]:
+        """Refuse what would make libllama abort or misbehave; tokens that each sequence gains."""
+        n = len(batch)
+        given = batch.tokens if batch.tokens is not None else batch.embeddings
+        if n == 0 or given is None or (batch.tokens is not None and batch.embeddings is not None):
+            raise RequestError("a batch holds at least one token, as either tokens or embeddings")
+        if not len(given) == len(batch.sequences) == len(batch.outputs) == n:
+            raise RequestError(
+                f"a batch's arrays are equally long, not {len(given)}, {n} positions, "
+                f"{len(batch.sequences)} sequences and {len(batch.outputs)} outputs"
+            )
+        if batch.tokens is not None:
+            n_vocab = self.vocabulary.n_tokens
+            bad = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= n_vocab))
+            if len(bad):
+                raise TokenError(int(batch.tokens[bad[0]]), n_vocab, int(bad[0]))
+        elif given.shape != (n, self.model.n_embd):
+            raise RequestError(f"embeddings have the shape ({n}, {self.model.n_embd}), not {given.shape}")
+        appended: dict[int, int] = {}
+        for sequence, position in zip(batch.sequences.tolist(), batch.positions.tolist(), strict=True):
+            count = appended.get(sequence, 0)
+            expected = self.memory.length(sequence) + count
+            if position != expected:
+                raise PositionError(position, f"the sequence goes on at {expected}", sequence)
+            if position >= self.n_ctx:
+                raise PositionError(position, f"n_ctx is {self.n_ctx}", sequence)
+            appended[sequence] = count + 1
+        if n > self.memory.free_cells:
+            raise OutOfCellsError(n, self.memory.used_cells, self.memory.n_cells)
+        return appended
+
+    def _check_layers(self, layers: Sequence[int]) -> Sequence[int]:
+        if layers and self._tap is None:
+            raise UnsupportedError("make the context with layer_outputs=True to see layers' hidden states")
+        for layer in layers:
+            if not 0 <= layer < self.model.n_layer:
+                raise InvalidParameterError("layers", layer, f"a layer in [0, {self.model.n_layer})")
+        return layers
+
+    # --------------------------------------------------------------------------- embeddings
+
+    def embed(self, texts: Sequence[Sequence[int]], *, normalize: bool = True) -> FloatArray:
+        """One embedding for each token list: float32 [n, n_embd_out].
+
+        Models with a pooling type (embedding models) pool as they were trained; of others the mean of the
+        last hidden states is taken. As many texts as fit go through one forward pass.
+
+        Args:
+            texts: token ids, at least one each.
+            normalize: scale each embedding to length 1.
+
+        Raises:
+            PromptTooLongError: a text is longer than a forward pass can take (n_ubatch; encoders see
+                whole texts).
+            TokenError, RequestError: a token is out of range; a text is empty.
+            OutOfSequencesError, OutOfCellsError: live sequences leave no room.
+        """
+        with self._lock:
+            self._check_open()
+            for tokens in texts:
+                if not tokens:
+                    raise RequestError("an empty text has no embedding; give at least one token")
+                if len(tokens) > min(self.n_ubatch, self.n_batch):
+                    raise PromptTooLongError(len(tokens), min(self.n_ubatch, self.n_batch) + 1)
+            width = self.model.n_embd_out if self._pools else self.model.n_embd
+            result = np.empty((len(texts), width), np.float32)
+            done = 0
+            while done < len(texts):
+                group = self._embedding_group(texts, done)
+                self._embed_group(group, result[done : done + len(group)])
+                done += len(group)
+            if normalize:
+                lengths = np.linalg.norm(result, axis=1, keepdims=True)
+                result /= np.maximum(lengths, np.finfo(np.float32).tiny)
+            return result
+
+    @property
+    def _pools(self) -> bool:
+        return self._facts["pooling_type"] > 0
+
+    def _embedding_group(self, texts: Sequence[Sequence[int]], start: int) -> Sequence[Sequence[int]]:
+        room = min(self.n_ubatch, self.n_batch)
+        end = start
+        while end < len(texts) and end - start < max(1, self.memory.free_sequences):
+            room -= len(texts[end])
+            if room < 0:
+                break
+            end += 1
+        return texts[start:end]
+
+    def _embed_group(self, group: Sequence[Sequence[int]], rows: FloatArray) -> None:
+        ids = [self.memory.allocate() for _ in group]
+        try:
+            batch = Batch(
+                tokens=np.concatenate([np.asarray(t, np.int32) for t in group]),
+                positions=np.concatenate([np.arange(len(t), dtype=np.int32) for t in group]),
+                sequences=np.repeat(np.asarray(ids, np.int32), [len(t) for t in group]),
+                outputs=np.ones(sum(len(t) for t in group), np.bool_),
+            )
+            if not self._pools:
+                hidden = self.run(batch, logits=False, hidden=True).hidden
+                assert hidden is not None
+                for i, sequence in enumerate(ids):
+                    rows[i] = hidden[batch.sequences == sequence].mean(axis=0)
+                return
+            self._run_pooled(batch)
+            for i, sequence in enumerate(ids):
+                pooled = native.pooled(self._handle, sequence, rows.shape[1])
+                if pooled is None:
+                    raise DecodeError(0, "llama.cpp gave no embedding", recent_log())
+                rows[i] = pooled
+        finally:
+            for sequence in ids:
+                self.memory.release(sequence)
+
+    def _run_pooled(self, batch: Batch) -> None:
+        appended = self._check_batch(batch)
+        self._abort.clear()
+        self._want_hidden(True)
+        native_batch = self._batch.fill(batch.tokens, None, batch.positions, batch.sequences, batch.outputs)
+        encoder_only = self.model.has_encoder and not self.model.has_decoder
+        if encoder_only:
+            code = native.encode(self._handle, native_batch)
+            if code != 0:
+                raise DecodeError(code, "llama.cpp could not encode this batch", recent_log())
+        else:
+            self._decode(native_batch, len(batch))
+        for sequence, count in appended.items():
+            self.memory.appended(sequence, count)
+
+    # ----------------------------------------------------------------------------- sampling
+
+    def make_sampler(self, config: SamplingConfig, prompt: Sequence[int] = ()) -> Sampler:
+        """A sampler for one candidate whose text begins with ``prompt``.
+
+        Raises:
+            GrammarError: the grammar does not parse.
+            TokenError: ``logit_bias`` names a token outside the vocabulary.
+        """
+        return Sampler(config, self.model.handle, self.vocabulary.n_tokens, prompt)
+
+    # -------------------------------------------------------------------------------- state
+
+    def save_sequence(self, sequence: int, tokens: Sequence[int] = ()) -> bytes:
+        """A sequence's KV state as bytes, which restore_sequence() takes back.
+
+        ``tokens`` may be kept inside, for whoever restores it. Raises SequenceError.
+        """
+        with self._lock:
+            self._check_open()
+            length = self.memory.length(sequence)
+            return state.pack(native.state_get(self._handle, sequence), self._fingerprint(), length, tokens)
+
+    def restore_sequence(self, data: bytes) -> int:
+        """A new sequence with a saved state.
+
+        Raises:
+            StateMismatchError: the state is damaged, or of another model, KV type or version.
+            OutOfSequencesError, OutOfCellsError: no room.
+        """
+        with self._lock:
+            self._check_open()
+            saved = state.unpack(data, self._fingerprint())
+            if saved.length > self.memory.free_cells:
+                raise OutOfCellsError(saved.length, self.memory.used_cells, self.memory.n_cells)
+            sequence = self.memory.allocate()
+            if not native.state_set(self._handle, sequence, saved.payload):
+                self.memory.release(sequence)
+                raise state.refused(recent_log())
+            self.memory.appended(sequence, saved.length)
+            return sequence
+
+    def save_sequence_file(
+        self, sequence: int, path: str | PathLike[str], tokens: Sequence[int] = ()
+    ) -> None:
+        """save_sequence() into a file, written whole or not at all."""
+        state.write(path, self.save_sequence(sequence, tokens))
+
+    def restore_sequence_file(self, path: str | PathLike[str]) -> int:
+        """restore_sequence() from a file. Raises StateMismatchError naming it."""
+        return self.restore_sequence(state.read(path))
+
+    def _fingerprint(self) -> dict[str, Any]:
+        model = self.model
+        return {
+            "architecture": model.architecture,
+            "description": model.description,
+            "n_params": model.n_params,
+            "size": model.size,
+            "n_vocab": self.vocabulary.n_tokens,
+            "type_k": str(self.params.get("type_k", "f16")),
+            "type_v": str(self.params.get("type_v", "f16")),
+            "flash_attn_type": str(self.params.get("flash_attn_type", "auto")),
+            "loras": [(lora.path, lora.scale) for lora in model.loras],
+        }
+
+    # ----------------------------------------------------------------------------- lifetime
+
+    def abort(self) -> None:
+        """Stop the decode in flight, if there is one, as soon as llama.cpp asks (many times a forward)."""
+        self._abort.set()
+
+    def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
+        """Threads of decodes, and of batches if given."""
+        batch = n_threads if n_threads_batch is None else n_threads_batch
+        for name, value in (("n_threads", n_threads), ("n_threads_batch", batch)):
+            if not 1 <= value <= 512:
+                raise InvalidParameterError(name, value, "an integer in [1, 512]")
+        with self._lock:
+            self._check_open()
+            native.set_threads(self._handle, n_threads, batch)
+
+    def _check_open(self) -> None:
+        if self._handle.closed:
+            raise ClosedError("context")
+
+    def close(self) -> None:
+        """Stop what runs and free the context; idempotent."""
+        self.abort()
+        with self._lock:
+            self._handle.close()
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _defaults(model: Model) -> dict[str, Any]:
+    cpus = available_cpus()
+    trained = model.n_ctx_train or _DEFAULT_CONTEXT
+    return {
+        "n_ctx": min(trained, _DEFAULT_CONTEXT),
+        "n_threads": cpus,
+        "n_threads_batch": cpus,
+        "kv_unified": True,
+        "no_perf": True,
+    }
+
+
+def _check_params(model: Model, settings: dict[str, Any]) -> None:
+    """Refuse what llama.cpp would abort on, or would swallow the machine's memory for."""
+    limit = native.max_sequences()
+    n_seq = settings.get("n_seq_max", 1)
+    if not isinstance(n_seq, int) or not 1 <= n_seq <= limit:
+        raise InvalidParameterError("n_seq_max", n_seq, f"an integer in [1, {limit}]")
+    for name in ("n_ctx", "n_batch", "n_ubatch"):
+        value = settings.get(name, 512)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            if name == "n_ctx" and value == 0:
+                settings["n_ctx"] = model.n_ctx_train
+                continue
+            raise InvalidParameterError(name, value, "an integer in [1, 2**31)")
+    for name in ("n_threads", "n_threads_batch"):
+        value = settings[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 512:
+            raise InvalidParameterError(name, value, "an integer in [1, 512]")
+    outputs = settings.get("n_outputs_max", 0) or settings.get("n_batch", 2048)
+    if min(outputs, max(settings["n_ctx"], 256)) < n_seq:
+        raise InvalidParameterError(
+            "n_seq_max", n_seq, f"at most n_batch and n_outputs_max ({outputs}), which llama.cpp requires"
+        )
+    _check_memory(model, settings)
+
+
+def _check_memory(model: Model, settings: dict[str, Any]) -> None:
+    """llama.cpp clears the KV cache when it makes it: too large a one ends in the kernel's OOM killer."""
+    if model.is_recurrent or not model.n_head or not settings.get("offload_kqv", True):
+        return
+    widths = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+    per_value = min(widths.get(str(settings.get(t, "f16")).lower(), 0.5) for t in ("type_k", "type_v"))
+    width = model.n_embd // model.n_head * model.n_head_kv
+    needed = int(2 * settings["n_ctx"] * model.n_layer * width * per_value)
+    available = available_memory()
+    if available is not None and needed > available:
+        raise ContextError(
+            f"n_ctx = {settings['n_ctx']} needs a KV cache of about {needed / 2**30:.1f} GiB, "
+            f"{available / 2**30:.1f} GiB are available; lower n_ctx, or take a smaller type_k and type_v"
+        )
+
+
+Part = tuple[NDArray[np.intp], FloatArray | None, FloatArray | None, dict[int, FloatArray]]
+
+
+def _join(
+    batch: Batch,
+    parts: list[Part],
+    logits: bool,
+    hidden: bool,
+    layers: Sequence[int],
+    n_vocab: int,
+    n_embd: int,
+) -> Outputs:
+    """The rows of all parts, in batch order."""
+    order = np.argsort(np.concatenate([index for index, *_ in parts]), kind="stable")
+
+    def rows(arrays: list[FloatArray | None], width: int) -> FloatArray:
+        present = [a for a in arrays if a is not None]
+        if not present:
+            return np.empty((0, width), np.float32)
+        if len(parts) == 1:
+            return present[0]
+        return np.concatenate(present)[order]
+
+    return Outputs(
+        logits=rows([p[1] for p in parts], n_vocab) if logits else None,
+        hidden=rows([p[2] for p in parts], n_embd) if hidden else None,
+        layers={i: rows([p[3].get(i) for p in parts], n_embd) for i in layers},
+    )

@@ -1,0 +1,262 @@
+"""A model: weights, vocabulary, metadata and adapters. Contexts are made from it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from ..config import LoraConfig
+from ..errors import ClosedError, DuplicateTokenError, ModelLoadError, ModelNotFoundError
+from ..files import open as open_file
+from ..files.vocabulary import find_duplicate_token
+from ..native import model as native
+from ..native.handles import Handle
+from ..native.library import recent_log
+from .vocabulary import Vocabulary
+
+__all__ = ["Model"]
+
+Progress = Callable[[float], bool | None]
+
+
+class SupportsClose(Protocol):
+    """What a model closes before itself."""
+
+    def close(self) -> None:
+        """Free it; idempotent."""
+
+
+_load_lock = threading.Lock()  # llama.cpp's log belongs to one load at a time
+
+
+class Model:
+    """A loaded model; close() or ``with`` frees it, and closes the contexts made from it.
+
+    Make one with :meth:`load`.
+    """
+
+    def __init__(self, handle: Handle, path: str, params: Mapping[str, Any]) -> None:
+        self._handle = handle
+        self._adapters: list[tuple[Handle, LoraConfig]] = []
+        self._contexts: weakref.WeakSet[SupportsClose] = weakref.WeakSet()
+        self.path = path
+        self.params = dict(params)
+        self._facts = native.model_facts(handle)
+        self.vocabulary = Vocabulary(handle)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | PathLike[str],
+        *,
+        progress: Progress | None = None,
+        loras: Sequence[LoraConfig] = (),
+        **params: Any,
+    ) -> Model:
+        """Load a model file by mmap (llama_model_load_from_file).
+
+        The file is checked before llama.cpp sees it: what would make libllama abort the process is
+        refused with the reason.
+
+        Args:
+            path: a GGUF file, or the first of a split one.
+            progress: called with 0..1 while loading; returning False stops it.
+            loras: adapters to apply, with their scales.
+            params: llama.cpp's own model parameters by their names (``n_gpu_layers``, ``split_mode``,
+                ``main_gpu``, ``tensor_split``, ``kv_overrides``, ``use_extra_bufts``, ...).
+
+        Raises:
+            ModelNotFoundError, FileError: the file is missing, truncated, malformed or no model.
+            UnknownParameterError, InvalidParameterError: a parameter is.
+            ModelLoadError: llama.cpp refused it (its log is in the message), or progress stopped it.
+        """
+        text = str(path)
+        if not Path(text).is_file():
+            raise ModelNotFoundError(text)
+        if not params.get("vocab_only"):
+            _check_file(text)
+        stopped = False
+        failure: BaseException | None = None
+
+        def on_progress(share: float) -> bool:
+            nonlocal stopped, failure
+            try:
+                stopped = progress is not None and progress(share) is False
+            except BaseException as error:  # it must not travel through C
+                failure, stopped = error, True
+            return not stopped
+
+        with _load_lock:
+            handle = native.load_model(text, params, on_progress if progress is not None else None)
+            log = recent_log()
+        if failure is not None:
+            if handle is not None:
+                handle.close()
+            raise failure
+        if handle is None:
+            if stopped:
+                raise ModelLoadError(text, "loading was stopped by the progress callback")
+            raise ModelLoadError(text, "llama.cpp cannot load it", log)
+        model = cls(handle, text, params)
+        try:
+            for lora in loras:
+                model.add_lora(lora)
+        except BaseException:
+            model.close()
+            raise
+        return model
+
+    # -------------------------------------------------------------------------------- facts
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """All scalar metadata as llama.cpp prints it."""
+        return native.model_metadata(self._handle)
+
+    @property
+    def architecture(self) -> str:
+        """``general.architecture``, e.g. ``"llama"``."""
+        return self.metadata.get("general.architecture", "")
+
+    @property
+    def description(self) -> str:
+        """llama.cpp's one-line description."""
+        return str(self._facts["description"])
+
+    @property
+    def n_params(self) -> int:
+        """Number of weights."""
+        return int(self._facts["n_params"])
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return int(self._facts["size"])
+
+    @property
+    def n_ctx_train(self) -> int:
+        """Context length it was trained for, in tokens."""
+        return int(self._facts["n_ctx_train"])
+
+    @property
+    def n_embd(self) -> int:
+        """Width of the hidden states."""
+        return int(self._facts["n_embd"])
+
+    @property
+    def n_layer(self) -> int:
+        """Number of layers."""
+        return int(self._facts["n_layer"])
+
+    @property
+    def n_head(self) -> int:
+        """Query heads of a layer."""
+        return int(self._facts["n_head"])
+
+    @property
+    def n_head_kv(self) -> int:
+        """Key and value heads of a layer."""
+        return int(self._facts["n_head_kv"])
+
+    @property
+    def n_embd_out(self) -> int:
+        """Width of the embeddings it puts out."""
+        return int(self._facts["n_embd_out"])
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether (part of) its memory is a recurrent state, which cannot be cut."""
+        return bool(self._facts["is_recurrent"] or self._facts["is_hybrid"])
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether it has an encoder."""
+        return bool(self._facts["has_encoder"])
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether it has a decoder."""
+        return bool(self._facts["has_decoder"])
+
+    def chat_template(self, name: str | None = None) -> str | None:
+        """The Jinja chat template that the file carries (or the one of that name), if any."""
+        return native.chat_template(self.handle, name)
+
+    # ----------------------------------------------------------------------------- adapters
+
+    def add_lora(self, lora: LoraConfig) -> None:
+        """Load a LoRA adapter; contexts made from now on apply it.
+
+        Raises:
+            ModelNotFoundError, FileError, ModelLoadError: the adapter is missing or not for this model.
+        """
+        if not Path(lora.path).is_file():
+            raise ModelNotFoundError(lora.path, "check the adapter's path")
+        with open_file(lora.path):
+            pass
+        with _load_lock:
+            handle = native.load_adapter(self.handle, lora.path)
+            log = recent_log()
+        if handle is None:
+            raise ModelLoadError(lora.path, f"not an adapter for {self.path}", log)
+        self._adapters.append((handle, lora))
+
+    @property
+    def loras(self) -> tuple[LoraConfig, ...]:
+        """The adapters and their scales."""
+        return tuple(config for _, config in self._adapters)
+
+    @property
+    def adapters(self) -> list[tuple[Handle, float]]:
+        """Handles and scales, for contexts."""
+        return [(handle, config.scale) for handle, config in self._adapters]
+
+    # ----------------------------------------------------------------------------- lifetime
+
+    def owns(self, context: SupportsClose) -> None:
+        """Note a context, which must not outlive the model."""
+        self._contexts.add(context)
+
+    @property
+    def handle(self) -> Handle:
+        """The owned pointer, for the engine's other modules. Raises ClosedError."""
+        if self._handle.closed:
+            raise ClosedError("model")
+        return self._handle
+
+    def close(self) -> None:
+        """Free the model, its adapters and the contexts made from it; idempotent."""
+        for context in list(self._contexts):
+            context.close()
+        for adapter, _ in self._adapters:
+            adapter.close()
+        self._adapters.clear()
+        self._handle.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._handle.closed else self.description
+        return f"<Model {self.path!r}: {state}>"
+
+
+def _check_file(path: str) -> None:
+    """Refuse what would make libllama abort: typed errors name the place."""
+    with open_file(path) as file:
+        duplicate = find_duplicate_token(file.metadata)
+        if duplicate is not None:
+            first, second, token = duplicate
+            shown = token if isinstance(token, str) else token.decode("utf-8", "replace")
+            raise DuplicateTokenError(path, shown, first, second)

@@ -1,0 +1,182 @@
+"""Models, vocabularies and LoRA adapters, as Python values; the pointers stay in handles."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .handles import Handle
+from .library import GGML, L
+from .params import model_params
+
+__all__ = [
+    "chat_template",
+    "load_adapter",
+    "load_model",
+    "model_facts",
+    "model_metadata",
+    "quantize",
+    "token_attributes",
+    "token_piece",
+    "token_score",
+    "tokenize",
+    "vocabulary_facts",
+]
+
+Progress = Callable[[float], bool]
+
+
+def load_model(path: str, params: Mapping[str, Any], progress: Progress | None = None) -> Handle | None:
+    """llama_model_load_from_file; None if llama.cpp refuses (its log says why).
+
+    ``progress`` gets 0..1 and returns whether to go on.
+    """
+    struct, keep = model_params(params)
+    if progress is not None:
+        callback = L.llama_progress_callback(lambda share, _: bool(progress(float(share))))
+        struct.progress_callback = callback
+        keep.append(callback)
+    pointer = L.llama_model_load_from_file(path.encode(), struct)
+    return Handle(pointer, L.llama_model_free, "model", tuple(keep)) if pointer else None
+
+
+def model_facts(model: Handle) -> dict[str, Any]:
+    """What llama.cpp says of a model, by the names of its functions."""
+    p = model.pointer
+    description = ctypes.create_string_buffer(256)
+    L.llama_model_desc(p, description, 256)
+    return {
+        "description": description.value.decode("utf-8", "replace"),
+        "n_params": int(L.llama_model_n_params(p)),
+        "size": int(L.llama_model_size(p)),
+        "n_ctx_train": int(L.llama_model_n_ctx_train(p)),
+        "n_embd": int(L.llama_model_n_embd(p)),
+        "n_embd_out": int(L.llama_model_n_embd_out(p)),
+        "n_layer": int(L.llama_model_n_layer(p)),
+        "n_head": int(L.llama_model_n_head(p)),
+        "n_head_kv": int(L.llama_model_n_head_kv(p)),
+        "n_swa": int(L.llama_model_n_swa(p)),
+        "has_encoder": bool(L.llama_model_has_encoder(p)),
+        "has_decoder": bool(L.llama_model_has_decoder(p)),
+        "is_recurrent": bool(L.llama_model_is_recurrent(p)),
+        "is_hybrid": bool(L.llama_model_is_hybrid(p)),
+        "decoder_start_token": int(L.llama_model_decoder_start_token(p)),
+    }
+
+
+def _text(call: Callable[[Any, int], int]) -> str | None:
+    """Read a text whose length is not known beforehand: snprintf style, None if there is none."""
+    size = 256
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        n = call(buffer, size)
+        if n < 0:
+            return None
+        if n < size:
+            return buffer.raw[:n].decode("utf-8", "replace")
+        size = n + 1
+
+
+def model_metadata(model: Handle) -> dict[str, str]:
+    """All scalar metadata as llama.cpp prints it."""
+    p = model.pointer
+    result = {}
+    for i in range(L.llama_model_meta_count(p)):
+        key = _text(lambda b, n, i=i: L.llama_model_meta_key_by_index(p, i, b, n))  # type: ignore[misc]
+        value = _text(lambda b, n, i=i: L.llama_model_meta_val_str_by_index(p, i, b, n))  # type: ignore[misc]
+        if key is not None:
+            result[key] = value or ""
+    return result
+
+
+def chat_template(model: Handle, name: str | None = None) -> str | None:
+    """The model's chat template (Jinja), or the one of that name."""
+    text = L.llama_model_chat_template(model.pointer, name.encode() if name else None)
+    return text.decode("utf-8", "replace") if text else None
+
+
+# ------------------------------------------------------------------------------------ vocabulary
+
+
+def vocabulary_facts(model: Handle) -> dict[str, Any]:
+    """Special tokens and flags of a model's vocabulary; -1 where there is none."""
+    v = L.llama_model_get_vocab(model.pointer)
+    names = ("bos", "eos", "eot", "sep", "nl", "pad", "mask", "fim_pre", "fim_suf", "fim_mid")
+    facts: dict[str, Any] = {name: int(getattr(L, f"llama_vocab_{name}")(v)) for name in names}
+    facts["n_tokens"] = int(L.llama_vocab_n_tokens(v))
+    facts["type"] = int(L.llama_vocab_type(v))
+    facts["add_bos"] = bool(L.llama_vocab_get_add_bos(v))
+    facts["add_eos"] = bool(L.llama_vocab_get_add_eos(v))
+    facts["end"] = frozenset(t for t in range(facts["n_tokens"]) if L.llama_vocab_is_eog(v, t))
+    return facts
+
+
+def tokenize(model: Handle, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
+    """llama_tokenize."""
+    v = L.llama_model_get_vocab(model.pointer)
+    size = len(text) + 8
+    while True:
+        buffer = (ctypes.c_int32 * size)()
+        n = L.llama_tokenize(v, text, len(text), buffer, size, add_special, parse_special)
+        if n >= 0:
+            return buffer[:n]
+        if n == -(2**31):
+            raise OverflowError("the text has more tokens than an int32 can count")
+        size = -n
+
+
+def token_piece(model: Handle, token: int, *, special: bool) -> bytes:
+    """llama_token_to_piece: the bytes of a token; ``special`` renders control tokens too."""
+    v = L.llama_model_get_vocab(model.pointer)
+    size = 64
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        n = L.llama_token_to_piece(v, token, buffer, size, 0, special)
+        if n >= 0:
+            return buffer.raw[:n]
+        size = -n
+
+
+def token_attributes(model: Handle, token: int) -> int:
+    """llama_vocab_get_attr: LLAMA_TOKEN_ATTR_* flags."""
+    return int(L.llama_vocab_get_attr(L.llama_model_get_vocab(model.pointer), token))
+
+
+def token_score(model: Handle, token: int) -> float:
+    """llama_vocab_get_score."""
+    return float(L.llama_vocab_get_score(L.llama_model_get_vocab(model.pointer), token))
+
+
+# -------------------------------------------------------------------------------------- adapters
+
+
+def load_adapter(model: Handle, path: str) -> Handle | None:
+    """llama_adapter_lora_init; None if llama.cpp refuses."""
+    pointer = L.llama_adapter_lora_init(model.pointer, path.encode())
+    return Handle(pointer, L.llama_adapter_lora_free, "adapter", (model,)) if pointer else None
+
+
+# ------------------------------------------------------------------------------------ quantising
+
+
+def quantize(source: str, target: str, ftype: int, **params: Any) -> int:
+    """llama_model_quantize; returns its code (0: done). ``params`` by the names of its struct."""
+    struct = L.llama_model_quantize_default_params()
+    struct.ftype = ftype
+    for name, value in params.items():
+        setattr(struct, name, value)
+    return int(L.llama_model_quantize(source.encode(), target.encode(), struct))
+
+
+def ggml_version() -> str:
+    """The version of ggml that computes."""
+    return (GGML.ggml_version() or b"").decode()
+
+
+def as_tokens(values: Any) -> NDArray[np.int32]:
+    """An int32 array of token ids."""
+    return np.ascontiguousarray(values, dtype=np.int32)
