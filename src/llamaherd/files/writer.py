@@ -235,8 +235,16 @@ def _array_payload(value: TypedValue) -> bytes:
 
 
 def _packed(texts: StringArray) -> bytes:
-    """Each text after its length, all placed at once: vocabularies are long."""
+    """Each text after its length; copied whole where they lie so already, else all placed at once."""
     lengths = texts.lengths
+    if not len(texts):
+        return b""
+    low = int(texts.starts[0]) - 8
+    if low >= 0 and np.all(texts.starts[1:] - texts.starts[:-1] - lengths[:-1] == 8):
+        region = texts.data[low : int(texts.starts[-1] + lengths[-1])]
+        before = (texts.starts - 8 - low)[:, None] + np.arange(8)
+        if np.array_equal(region[before].reshape(-1).view("<i8"), lengths):
+            return region.tobytes()
     heads = np.cumsum(lengths + 8) - lengths - 8
     places = (heads[:, None] + np.arange(8)).reshape(-1)
     out = np.empty(int(lengths.sum()) + 8 * len(texts), np.uint8)
