@@ -203,7 +203,12 @@ _MXFP4 = 39
 
 
 def dequantize(tensor: Tensor) -> Floats:
-    """See `Tensor.dequantize`."""
+    """See `Tensor.dequantize`. Damaged scales give NaN or infinite weights, without a warning."""
+    with np.errstate(all="ignore"):
+        return _dequantize(tensor)
+
+
+def _dequantize(tensor: Tensor) -> Floats:
     raw, kind = tensor.raw, tensor.type
     shape = tensor.shape[::-1]
     order = ">" if tensor.big_endian else "<"
