@@ -47,7 +47,9 @@ def test_decoding_agrees_with_the_gguf_package(name: str) -> None:
     np.testing.assert_array_equal(dequantize(tensor), reference)
 
 
-@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "iq2_xxs", "iq3_s", "iq1_m"])
+@pytest.mark.parametrize(
+    "name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "iq2_xxs", "iq3_s", "iq1_m"]
+)
 def test_types_without_a_reference_quantiser_are_decoded_too(name: str) -> None:
     kind = named_type(name)
     raw = np.random.default_rng(0).integers(0, 120, 3 * kind.nbytes((256,)), np.uint8)
@@ -138,7 +140,7 @@ def test_scales_find_nan_where_the_decoder_makes_it(name: str) -> None:
     kind = named_type(name)
     nan = b"\x00\x7e" if name not in ("bf16", "f32") else b"\xc0\x7f"
     columns = kind.block_size
-    for at in range(0, kind.block_bytes - 1):
+    for at in range(kind.block_bytes - 1):
         raw = np.zeros(kind.block_bytes, np.uint8)
         raw[at : at + 2] = np.frombuffer(nan, np.uint8)
         with np.errstate(all="ignore"):

@@ -61,7 +61,9 @@ def test_every_container_and_type_comes_back_bit_for_bit(tmp_path: Path, to: str
 
 @pytest.mark.parametrize("architecture", ["gptneox", "gpt2", "bloom", "mpt", "falcon"])
 @pytest.mark.parametrize("to", ["ggml", "ggjt3"])
-def test_other_architectures_come_back(tmp_path: Path, to: str, architecture: str, stock_llama: StockLlama) -> None:
+def test_other_architectures_come_back(
+    tmp_path: Path, to: str, architecture: str, stock_llama: StockLlama
+) -> None:
     source = tiny(tmp_path / "a.gguf", architecture, type="q8_0")
     old, back = tmp_path / "b.bin", tmp_path / "c.gguf"
     convert(source, old, to)
@@ -83,7 +85,9 @@ def test_logits_are_those_of_the_same_weights_in_gguf(
     source = tiny(tmp_path / "a.gguf", type=type)
     convert(source, tmp_path / "b.bin", to)
     convert(tmp_path / "b.bin", tmp_path / "c.gguf", "gguf", assume=ASSUME)
-    whole, again = (stock_llama.ask(path=str(tmp_path / name), prompt=PROMPT, n=4) for name in ("a.gguf", "c.gguf"))
+    whole, again = (
+        stock_llama.ask(path=str(tmp_path / name), prompt=PROMPT, n=4) for name in ("a.gguf", "c.gguf")
+    )
     a, b = np.array(whole["logits"]), np.array(again["logits"])
     assert np.abs(a - b).max() <= 1e-3 * np.abs(a).max()
     cosine = (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
@@ -165,7 +169,9 @@ def test_float_types(tmp_path: Path, type: str, stock_llama: StockLlama) -> None
         assert str(model.tensors["blk.0.attn_q.weight"].type) == type
         assert str(model.tensors["blk.0.attn_norm.weight"].type) == "f32"
     assert done.summary().startswith("lossless") == (type == "f32")
-    whole, again = (stock_llama.ask(path=str(tmp_path / name), prompt=PROMPT) for name in ("a.gguf", "b.gguf"))
+    whole, again = (
+        stock_llama.ask(path=str(tmp_path / name), prompt=PROMPT) for name in ("a.gguf", "b.gguf")
+    )
     a, b = np.array(whole["logits"]), np.array(again["logits"])
     assert (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b) > 0.999
 
@@ -206,7 +212,12 @@ def test_what_a_container_cannot_hold_is_refused_by_name(tmp_path: Path) -> None
 def test_what_readers_cannot_know_is_noted(tmp_path: Path) -> None:
     source = synthesize(tmp_path / "a.gguf", "llama", tokenizer="spm", n_kv_heads=2, tied=True)
     notes = "\n".join(convert(source, tmp_path / "b.bin", "ggjt").notes)
-    for expected in ("n_head_kv (2 here, 4 heads)", "n_ff = 128", "written out a second time", "chat_template"):
+    for expected in (
+        "n_head_kv (2 here, 4 heads)",
+        "n_ff = 128",
+        "written out a second time",
+        "chat_template",
+    ):
         assert expected in notes
     with files.open(tmp_path / "b.bin") as model:  # our own reader takes it from wk's rows
         assert files.contents_of(model).values()["llama.attention.head_count_kv"] == 2
@@ -256,7 +267,9 @@ def test_interrupting_leaves_nothing_behind(tmp_path: Path, to: str) -> None:
 @pytest.mark.parametrize("to", ["gguf", "ggjt", "ggmf"])
 def test_progress_ends_at_the_total(tmp_path: Path, to: str) -> None:
     seen: list[tuple[int, int]] = []
-    convert(tiny(tmp_path / "a.gguf"), tmp_path / "b", to, progress=lambda done, total: seen.append((done, total)))
+    convert(
+        tiny(tmp_path / "a.gguf"), tmp_path / "b", to, progress=lambda done, total: seen.append((done, total))
+    )
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert 0.99 < seen[-1][0] / seen[-1][1] <= 1
 

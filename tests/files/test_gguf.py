@@ -35,8 +35,10 @@ def assert_agrees(path: Path) -> None:
             ours = model.tensors[theirs.name]
             assert ours.shape == tuple(int(side) for side in theirs.shape)
             assert (ours.type.number, ours.offset, ours.nbytes) == (
-                theirs.tensor_type, theirs.data_offset, theirs.n_bytes,
-            )  # fmt: skip
+                theirs.tensor_type,
+                theirs.data_offset,
+                theirs.n_bytes,
+            )
             np.testing.assert_array_equal(ours.raw, np.asarray(theirs.data).reshape(-1).view(np.uint8))
         keys = [key for key in reader.fields if not key.startswith("GGUF.")]
         assert list(model.metadata) == keys
@@ -195,51 +197,95 @@ def padded(data: bytes, extra: bytes = b"") -> bytes:
 HOSTILE = {
     "counts near 2^64": (header(2**64 - 1, 2**64 - 1), TruncatedFileError, "metadata pairs"),
     "tensors near 2^63": (header(2**63 - 1, 0), TruncatedFileError, "tensors"),
-    "a key longer than the file": (header(0, 1) + struct.pack("<Q", 2**40) + b"x" * 99, TruncatedFileError, "key"),
+    "a key longer than the file": (
+        header(0, 1) + struct.pack("<Q", 2**40) + b"x" * 99,
+        TruncatedFileError,
+        "key",
+    ),
     "a text longer than the file": (
-        header(0, 1) + text(b"k") + struct.pack("<IQ", 8, 2**63) + b"x" * 99, TruncatedFileError, "text",
+        header(0, 1) + text(b"k") + struct.pack("<IQ", 8, 2**63) + b"x" * 99,
+        TruncatedFileError,
+        "text",
     ),
     "an array longer than the file": (
-        header(0, 1) + text(b"k") + struct.pack("<IIQ", 9, 10, 2**61) + b"x" * 99, TruncatedFileError, "array",
+        header(0, 1) + text(b"k") + struct.pack("<IIQ", 9, 10, 2**61) + b"x" * 99,
+        TruncatedFileError,
+        "array",
     ),
     "texts longer than the file": (
-        header(0, 1) + text(b"k") + struct.pack("<IIQ", 9, 8, 3) + text(b"a") + b"\xff" * 8, TruncatedFileError, "texts",
+        header(0, 1) + text(b"k") + struct.pack("<IIQ", 9, 8, 3) + text(b"a") + b"\xff" * 8,
+        TruncatedFileError,
+        "texts",
     ),
-    "an unknown value type": (header(0, 1) + text(b"k") + struct.pack("<I", 77) + bytes(99), MalformedFileError, "77"),
+    "an unknown value type": (
+        header(0, 1) + text(b"k") + struct.pack("<I", 77) + bytes(99),
+        MalformedFileError,
+        "77",
+    ),
     "arrays in arrays": (
         header(0, 1) + text(b"k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 50 + bytes(99),
-        MalformedFileError, "nested",
+        MalformedFileError,
+        "nested",
     ),
     "alignment 0": (
-        header(0, 1) + text(b"general.alignment") + struct.pack("<II", 4, 0) + bytes(64), MalformedFileError, "power of two",
+        header(0, 1) + text(b"general.alignment") + struct.pack("<II", 4, 0) + bytes(64),
+        MalformedFileError,
+        "power of two",
     ),
     "alignment 48": (
-        header(0, 1) + text(b"general.alignment") + struct.pack("<II", 4, 48) + bytes(64), MalformedFileError, "power of two",
+        header(0, 1) + text(b"general.alignment") + struct.pack("<II", 4, 48) + bytes(64),
+        MalformedFileError,
+        "power of two",
     ),
     "alignment of another type": (
-        header(0, 1) + text(b"general.alignment") + struct.pack("<IQ", 10, 32) + bytes(64), MalformedFileError, "u32",
+        header(0, 1) + text(b"general.alignment") + struct.pack("<IQ", 10, 32) + bytes(64),
+        MalformedFileError,
+        "u32",
     ),
     "a key twice": (
-        header(0, 2) + (text(b"k") + struct.pack("<II", 4, 0)) * 2 + bytes(64), MalformedFileError, "twice",
+        header(0, 2) + (text(b"k") + struct.pack("<II", 4, 0)) * 2 + bytes(64),
+        MalformedFileError,
+        "twice",
     ),
-    "a tensor twice": (padded(header(2, 0) + record(b"t", (8,), 0, 0) * 2, bytes(64)), MalformedFileError, "twice"),
-    "five dimensions": (padded(header(1, 0) + record(b"t", (1,) * 5, 0, 0)), MalformedFileError, "5 dimensions"),
+    "a tensor twice": (
+        padded(header(2, 0) + record(b"t", (8,), 0, 0) * 2, bytes(64)),
+        MalformedFileError,
+        "twice",
+    ),
+    "five dimensions": (
+        padded(header(1, 0) + record(b"t", (1,) * 5, 0, 0)),
+        MalformedFileError,
+        "5 dimensions",
+    ),
     "a shape that overflows": (
-        padded(header(1, 0) + record(b"t", (2**32, 2**32, 4), 0, 0), bytes(64)), MalformedFileError, "63 bits",
+        padded(header(1, 0) + record(b"t", (2**32, 2**32, 4), 0, 0), bytes(64)),
+        MalformedFileError,
+        "63 bits",
     ),
-    "data beyond the end": (padded(header(1, 0) + record(b"t", (8,), 0, 64), bytes(64)), MalformedFileError, "needs 32"),
+    "data beyond the end": (
+        padded(header(1, 0) + record(b"t", (8,), 0, 64), bytes(64)),
+        MalformedFileError,
+        "needs 32",
+    ),
     "an offset near 2^64": (
-        padded(header(1, 0) + record(b"t", (8,), 0, 2**64 - 8), bytes(64)), MalformedFileError, "starts",
+        padded(header(1, 0) + record(b"t", (8,), 0, 2**64 - 8), bytes(64)),
+        MalformedFileError,
+        "starts",
     ),
-    "half a block": (padded(header(1, 0) + record(b"t", (40,), 2, 0), bytes(64)), MalformedFileError, "whole q4_0"),
+    "half a block": (
+        padded(header(1, 0) + record(b"t", (40,), 2, 0), bytes(64)),
+        MalformedFileError,
+        "whole q4_0",
+    ),
     "tensors that overlap": (
         padded(header(2, 0) + record(b"t", (16,), 0, 0) + record(b"u", (16,), 0, 32), bytes(128)),
-        MalformedFileError, "'t' and 'u' overlap",
+        MalformedFileError,
+        "'t' and 'u' overlap",
     ),
     "another version": (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), UnsupportedFileError, "version 9"),
     "not a model": (b"PK\3\4" + bytes(99), NotAModelFileError, "PK"),
     "three bytes": (b"GGU", NotAModelFileError, "GGU"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -253,7 +299,9 @@ def test_hostile_headers_are_refused(tmp_path: Path, case: str) -> None:
 
 
 def test_an_unknown_tensor_type_does_not_hide_the_others(tmp_path: Path) -> None:
-    head = header(3, 0) + record(b"a", (8,), 0, 0) + record(b"odd", (7, 3), 99, 32) + record(b"b", (8,), 0, 96)
+    head = (
+        header(3, 0) + record(b"a", (8,), 0, 0) + record(b"odd", (7, 3), 99, 32) + record(b"b", (8,), 0, 96)
+    )
     path = tmp_path / "x.gguf"
     path.write_bytes(padded(head, np.arange(32, dtype="<f4").tobytes()))
     with files.open(path) as model:

@@ -35,7 +35,9 @@ def test_plain_values_get_the_usual_type(value: Any, kind: ValueType, element: V
     assert to_typed(typed) is typed
 
 
-@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, [2**64], ["a", 1], object(), np.zeros(2, np.complex64)])
+@pytest.mark.parametrize(
+    "value", [2**64, -(2**63) - 1, [2**64], ["a", 1], object(), np.zeros(2, np.complex64)]
+)
 def test_what_gguf_cannot_hold_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="metadata"):
         to_typed(value)

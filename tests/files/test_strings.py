@@ -21,7 +21,9 @@ def stored(raws: list[bytes], width: int, gap: bytes, order: str) -> bytes:
 
 
 @settings(max_examples=200, deadline=None)
-@given(texts, st.sampled_from([4, 8]), st.sampled_from([b"", b"\0\0\0\0", b"\1\2\3\4"]), st.sampled_from("<>"))
+@given(
+    texts, st.sampled_from([4, 8]), st.sampled_from([b"", b"\0\0\0\0", b"\1\2\3\4"]), st.sampled_from("<>")
+)
 def test_scanning_finds_what_was_written(raws: list[bytes], width: int, gap: bytes, order: str) -> None:
     data = np.frombuffer(b"??" + stored(raws, width, gap, order) + b"rest", np.uint8)
     found = scan_strings(data, 2, len(raws), width=width, gap=len(gap), big_endian=order == ">")

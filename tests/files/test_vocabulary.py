@@ -29,7 +29,9 @@ def test_duplicates_are_what_llama_cpp_takes_for_one_text() -> None:
 
 def test_a_large_vocabulary_takes_milliseconds() -> None:
     rng = np.random.default_rng(0)
-    unique = sorted({bytes(rng.integers(97, 123, rng.integers(1, 12)).astype(np.uint8)) for _ in range(300_000)})
+    unique = sorted(
+        {bytes(rng.integers(97, 123, rng.integers(1, 12)).astype(np.uint8)) for _ in range(300_000)}
+    )
     metadata: dict[str, Any] = {"tokenizer.ggml.tokens": StringArray.from_texts(unique)}
     best = 1.0
     for _ in range(5):
@@ -42,7 +44,9 @@ def test_a_large_vocabulary_takes_milliseconds() -> None:
 def tokenizer(kind: str) -> dict[str, Any]:
     return {
         key: value
-        for key, value in make_tiny_model("llama" if kind == "spm" else "gptneox", tokenizer=kind).metadata.items()
+        for key, value in make_tiny_model(
+            "llama" if kind == "spm" else "gptneox", tokenizer=kind
+        ).metadata.items()
         if key.startswith("tokenizer.")
     }
 

@@ -95,6 +95,7 @@ def open_legacy(file: MappedFile, *, architecture: str | None = None, report: Re
 def _infer(file: MappedFile, container: str, version: int | None, start: int) -> str:
     """The architecture whose header, vocabulary and first tensor's name fit the file."""
     first_error: MalformedFileError | None = None
+    readable = False
     for architecture in HEADERS:
         part = _Part(file, container, version, architecture)
         cursor = file.cursor(start)
@@ -108,7 +109,8 @@ def _infer(file: MappedFile, container: str, version: int | None, start: int) ->
             continue
         if fits_architecture(name, architecture):
             return architecture
-    if first_error is not None:
+        readable = True
+    if first_error is not None and not readable:
         raise first_error
     raise UnsupportedFileError(
         file.path,
