@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from os import PathLike
 
 import numpy as np
+
 from llamaherd.engine.context import Context
 from llamaherd.engine.model import Model
 from llamaherd.engine.protocol import Batch, FloatArray, IntArray
