@@ -14,6 +14,8 @@ from llamaherd.engine.protocol import Batch, FloatArray, IntArray
 
 __all__ = ["Comparison", "compare_slices"]
 
+_SMALL = 32 << 20  # bytes
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -48,6 +50,8 @@ def compare_slices(
     n_ctx = n_prompt + n_tokens + 1
     settings = {"n_ctx": n_ctx, "n_batch": n_prompt, "n_ubatch": n_prompt}
     models = [Model.load(path) for path in (whole, *slices)]
+    if models[0].size < _SMALL:  # threads that wait for each other cost more than they compute
+        settings |= {"n_threads": 1, "n_threads_batch": 1}
     try:
         reference, *parts = [
             Context(model, layer_outputs=index not in (0, len(models) - 1), **settings)
