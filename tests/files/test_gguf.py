@@ -277,6 +277,11 @@ HOSTILE = {
         MalformedFileError,
         "whole q4_0",
     ),
+    "a block without a shape": (
+        padded(header(1, 0) + record(b"t", (), 2, 0), bytes(64)),
+        MalformedFileError,
+        "rows of 1",
+    ),
     "tensors that overlap": (
         padded(header(2, 0) + record(b"t", (16,), 0, 0) + record(b"u", (16,), 0, 32), bytes(128)),
         MalformedFileError,

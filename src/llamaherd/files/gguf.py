@@ -269,13 +269,14 @@ def _place(part: Part, record: _Record, next_offset: int | None, report: Report)
     """The tensor of a record, if its data lies inside the file; otherwise the fault is reported."""
     file, kind = part.file, block_type(record.number)
     available = file.size - part.data_start
+    row = record.shape[0] if record.shape else 1
     problem = None
     if prod(record.shape) >= 1 << 63:
         problem = f"has shape {record.shape}, more elements than 63 bits can count"
     elif record.offset > available:
         problem = f"starts {record.offset} bytes into the data, which has {available}"
-    elif kind.known and record.shape and record.shape[0] % kind.block_size:
-        problem = f"has rows of {record.shape[0]}, not whole {kind} blocks of {kind.block_size}"
+    elif kind.known and row % kind.block_size:
+        problem = f"has rows of {row}, not whole {kind} blocks of {kind.block_size}"
     if problem is None:
         if kind.known:
             nbytes = kind.nbytes(record.shape)
