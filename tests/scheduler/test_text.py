@@ -49,15 +49,16 @@ def test_what_turns_out_not_to_be_a_stop_text_comes_later():
     assert stream.push(b"AR").text == "STAR"
 
 
-def test_the_earliest_stop_text_wins():
+def test_the_stop_text_that_is_complete_first_wins():
     assert feed([b"xxbcab"], ["ab", "bc"]) == ("xx", "bc")
+    assert feed([b"xabb"], ["abb", "b"]) == ("xa", "b")
 
 
 @given(st.text("ab\n", max_size=20), st.lists(st.text("ab\n", min_size=1, max_size=3), min_size=1, max_size=3))
 def test_stop_texts_cut_wherever_tokens_end(text, stops):
     data = text.encode()
-    places = [text.find(s) for s in stops if s in text]
-    expected = text[: min(places)] if places else text
+    ends = [(text.find(s) + len(s), -len(s)) for s in stops if s in text]
+    expected = text[: sum(min(ends))] if ends else text
     rng = random.Random(len(text))
     pieces, at = [], 0
     while at < len(data):
