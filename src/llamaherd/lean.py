@@ -146,7 +146,11 @@ PRESETS = {
         LeanPreset("few-shot", "base models that have seen Lean", "examples", ("---", "\n")),
         LeanPreset("chat", "instruct models that have seen Lean", "chat", ("---", "\n")),
         LeanPreset(
-            "tactics", "any model: few-shot, held to the shape of a tactic", "examples", ("---", "\n"), _GRAMMAR
+            "tactics",
+            "any model: few-shot, held to the shape of a tactic",
+            "examples",
+            ("---", "\n"),
+            _GRAMMAR,
         ),
     )
 }
