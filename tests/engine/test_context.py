@@ -280,7 +280,8 @@ def test_parameters(tiny_model, make_context):
     assert error.value.nearest == "n_batch"
     for name, value in [
         ("n_seq_max", 0), ("n_seq_max", 257), ("n_ctx", -1), ("n_ctx", "x"), ("n_batch", 0), ("n_threads", 0),
-        ("type_k", "q9"), ("flash_attn_type", 77), ("kv_unified", 1), ("rope_freq_base", "x"), ("n_batch", 2**40),
+        ("type_k", "q9"), ("flash_attn_type", 77), ("kv_unified", 1), ("rope_freq_base", "x"),
+        ("n_batch", 2**40),
     ]:  # fmt: skip
         with pytest.raises(InvalidParameterError) as invalid:
             make_context(**{name: value})
@@ -304,7 +305,7 @@ def test_states_that_do_not_belong(make_context, make_batch, tmp_path, tmp_path_
         with pytest.raises(StateMismatchError):
             context.restore_sequence(bad)
     other = synthesize(tmp_path / "other.gguf", "llama", layers=3)
-    with Model.load(other) as model, pytest.raises(StateMismatchError, match="n_params|description"):
+    with Model.load(other) as model, pytest.raises(StateMismatchError, match=r"n_params|description"):
         make_context(model).restore_sequence(data)
     with pytest.raises(StateMismatchError, match="type_k"):
         make_context(type_k="f32").restore_sequence(data)

@@ -55,7 +55,7 @@ class Candidates:
         if address == self._buffer.ctypes.data:
             return self._buffer[:size]
         raw = (ctypes.c_uint8 * (size * CANDIDATE.itemsize)).from_address(address)
-        return np.frombuffer(raw, CANDIDATE)
+        return np.frombuffer(memoryview(raw), CANDIDATE)
 
     @property
     def selected(self) -> int | None:
