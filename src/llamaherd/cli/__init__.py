@@ -34,7 +34,7 @@ COMMANDS = {
     "export-torch": ("making", "A GGUF model as a Hugging Face checkpoint."),
     "import-torch": ("making", "A Hugging Face checkpoint as a GGUF model."),
 }
-"""Command -> its module in this package, and its line in ``llamaherd --help`` (the command's own first one)."""
+"""Command -> its module here, and its line in ``llamaherd --help``, which is the command's own first one."""
 
 _MODULES = ("suggest", "run", "chat", "info", "files", "making", "measure", "serve")
 _INTERRUPTED = 130

@@ -72,6 +72,8 @@ class _Conversation:
                         final = event
             except KeyboardInterrupt:
                 handle.cancel()
+                if not sys.stdin.isatty():
+                    raise  # a script: nobody is there to go on
         write("" if text.endswith("\n") else "\n")
         self.turns.append({"role": "assistant", "content": text})
         reason = {"length": "; cut at --max-tokens or the context's end", "cancelled": "; stopped"}

@@ -151,8 +151,8 @@ class EngineOptions:
             return
         from ..native.params import context_param_names, model_param_names  # loads libllama
 
-        places = {name: self.model for name in model_param_names()}
-        places |= {name: self.context for name in context_param_names()}
+        places = dict.fromkeys(model_param_names(), self.model)
+        places |= dict.fromkeys(context_param_names(), self.context)
         places |= {f.name: self.sampling for f in dataclasses.fields(SamplingConfig)}
         for text in settings:
             name, equals, value = text.partition("=")
