@@ -23,7 +23,7 @@ def test_it_prints_what_the_model_says(llamaherd: Run, tiny_model_path: Path) ->
 def test_parameters_by_their_llama_cpp_names(llamaherd: Run, tiny_model_path: Path) -> None:
     done = llamaherd(
         "run", tiny_model_path, "once", "--max-tokens", 5, "--quiet", "--set", "n_batch=64",
-        "--param", "use_extra_bufts=false", "--set", "type_k=q8_0", "--set", "logit_bias={}", "--set", "seed=1",
+        "--param", "use_extra_bufts=false", "--set", "type_k=f32", "--set", "logit_bias={}", "--set", "seed=1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -37,11 +37,9 @@ def test_a_prompt_too_long_says_both_counts(llamaherd: Run, tiny_model_path: Pat
 
 @pytest.mark.real
 def test_chat_uses_the_models_template(llamaherd: Run, demo_model_path: Path) -> None:
-    done = llamaherd(
-        "run", "--chat", "What is the capital of France?", "--temperature", 0, "--max-tokens", 30
-    )
+    done = llamaherd("run", "--chat", "What is 2+2?", "--temperature", 0, "--max-tokens", 30)
     assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
+    assert "4" in done.stdout
 
 
 @pytest.mark.real

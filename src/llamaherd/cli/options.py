@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,10 +169,9 @@ class EngineOptions:
         import llamaherd
 
         context = ({"n_ctx": n_ctx} if n_ctx is not None else {}) | self.context
-        with (
-            llamaherd.Model.load(self.path, progress=_progress(), loras=self.loras, **self.model) as model,
-            llamaherd.Herd(model, max_sequences=max_sequences, **context) as herd,
-        ):
+        with _progress() as progress:
+            model = llamaherd.Model.load(self.path, progress=progress, loras=self.loras, **self.model)
+        with model, llamaherd.Herd(model, max_sequences=max_sequences, **context) as herd:
             yield model, herd
 
 
@@ -194,21 +193,24 @@ def _lora(text: str) -> LoraConfig:
         return LoraConfig(text)
 
 
-def _progress() -> Any:
-    """A line that counts the percents of a long load, where somebody is watching."""
+@contextmanager
+def _progress() -> Iterator[Callable[[float], bool] | None]:
+    """A line that counts the percents of a long load, where somebody is watching; gone afterwards."""
     if not sys.stderr.isatty():
-        return None
-    shown = -1
+        yield None
+        return
+    shown = 0
 
     def show(share: float) -> bool:
         nonlocal shown
         percent = int(share * 100)
-        if percent >= 100 and shown >= 0:
-            sys.stderr.write("\r\033[K")
-        elif percent < 100 and percent >= shown + 5:
+        if shown + 5 <= percent < 100:
             shown = percent
-            sys.stderr.write(f"\rloading {percent} %")
-        sys.stderr.flush()
+            print(f"\rloading {percent} %", end="", file=sys.stderr, flush=True)
         return True
 
-    return show
+    try:
+        yield show
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
