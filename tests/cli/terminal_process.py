@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-
 _PROGRESS = re.compile(r"\r(loading \d+ %|\x1b\[K)")
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ import typer
 from ..config import LoraConfig, SamplingConfig
 from ..demo import demo_model
 from ..errors import ConfigError, FileError, InvalidParameterError, UnknownParameterError
+from .interrupts import Interrupted, deferred_interrupt
 
 if TYPE_CHECKING:
     from ..engine.model import Model
@@ -169,9 +170,14 @@ class EngineOptions:
         import llamaherd
 
         context = ({"n_ctx": n_ctx} if n_ctx is not None else {}) | self.context
-        with _progress() as progress:
-            model = llamaherd.Model.load(self.path, progress=progress, loras=self.loras, **self.model)
-        with model, llamaherd.Herd(model, max_sequences=max_sequences, **context) as herd:
+        with ExitStack() as stack:
+            with deferred_interrupt() as interrupted, _progress(interrupted) as progress:
+                load = llamaherd.Model.load
+                model = stack.enter_context(
+                    load(self.path, progress=progress, loras=self.loras, **self.model)
+                )
+                herd = llamaherd.Herd(model, max_sequences=max_sequences, **context)
+                stack.enter_context(herd)
             yield model, herd
 
 
@@ -194,20 +200,18 @@ def _lora(text: str) -> LoraConfig:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[float], bool] | None]:
-    """A line that counts the percents of a long load, where somebody is watching; gone afterwards."""
-    if not sys.stderr.isatty():
-        yield None
-        return
+def _progress(interrupted: Interrupted) -> Iterator[Callable[[float], bool]]:
+    """Counts the percents of a long load where somebody is watching; the load stops when interrupted."""
+    watched = sys.stderr.isatty()
     shown = 0
 
     def show(share: float) -> bool:
         nonlocal shown
         percent = int(share * 100)
-        if shown + 5 <= percent < 100:
+        if watched and shown + 5 <= percent < 100:
             shown = percent
             print(f"\rloading {percent} %", end="", file=sys.stderr, flush=True)
-        return True
+        return not interrupted.yes
 
     try:
         yield show
