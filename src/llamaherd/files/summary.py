@@ -101,7 +101,7 @@ def summarize(model: ModelFile, *, n_ctx: int | None = None) -> Summary:
     tokens = values.get("tokenizer.ggml.tokens")
     name, template = values.get("general.name"), values.get("tokenizer.chat_template")
     tokenizer = [values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre")]
-    return _with(
+    return replace(
         base,
         name=name if isinstance(name, str) else None,
         hyperparameters=hyperparameters,
