@@ -133,6 +133,8 @@ import json, sys
 from llamaherd import files
 model = files.open(sys.argv[1])
 total = sum(int(tensor.raw[::4096].sum()) for tensor in model.tensors.values())  # touches every page
+print("read", flush=True)
+sys.stdin.readline()
 out = {}
 for line in open("/proc/self/smaps_rollup"):
     name, _, rest = line.partition(":")
@@ -154,10 +156,17 @@ def memory(path: Path) -> None:
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for _ in range(count)
         ]
-        lines = [child.stdout.readline() for child in children]  # type: ignore[union-attr]
+        for child in children:
+            assert child.stdout is not None
+            child.stdout.readline()  # each has read the file before any is asked
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("measure\n")
+            child.stdin.flush()
+        seen = [json.loads(child.stdout.readline()) for child in children if child.stdout is not None]
         for child in children:
             child.communicate("")
-        print(f"  {count} running, the last sees: {json.loads(lines[-1])}")
+        print(f"  {count} running, each sees: {seen[-1]}")
 
 
 def main() -> None:
