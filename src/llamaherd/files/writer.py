@@ -189,7 +189,7 @@ def _padded(size: int, alignment: int) -> int:
 
 
 def _text(text: str | bytes) -> bytes:
-    raw = text.encode("utf-8") if isinstance(text, str) else text
+    raw = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
     return struct.pack("<Q", len(raw)) + raw
 
 
