@@ -14,7 +14,7 @@ from tests.files.variations import write_variation
 from llamaherd import files
 from llamaherd.errors import InvalidParameterError, LlamaherdError, UnsupportedFileError
 from llamaherd.files.architectures import ARCHITECTURES
-from llamaherd.files.cut_rules import CUT_RULES, UNCUTTABLE
+from llamaherd.files.cut_rules import CUT_RULES, OVERWRITTEN_INPUT, UNCUTTABLE
 from llamaherd.files.metadata import TypedValue, ValueType
 from llamaherd.files.model_file import ModelFile
 from llamaherd.files.slice import check_cut, plan_slice, slice_model
@@ -162,6 +162,17 @@ def test_the_refusals_are_not_superstition(
         assert stock_llama.ask(path=whole, parts=parts, n_prompt=40, n=0)["worst"] > 0
     except StockLlamaDiedError:
         assert architecture == "glm4"
+
+
+@pytest.mark.parametrize("architecture", OVERWRITTEN_INPUT)
+def test_an_overwritten_input_makes_them_exact(
+    architecture: str, tmp_path: Path, stock_llama: StockLlama
+) -> None:
+    whole = synthesize(tmp_path / "whole.gguf", architecture, layers=6, type="q8_0")
+    parts = cut(whole, [0, 1, 4, 6], tmp_path, overwrite_input=True)
+    answer = stock_llama.ask(path=whole, parts=parts, n_prompt=48, n=12)
+    assert answer.get("worst") == 0.0, answer
+    assert "llamaherd.slice.input_node" not in files.open(parts[0]).metadata
 
 
 def test_unlisted_architectures_need_a_word(tmp_path: Path) -> None:

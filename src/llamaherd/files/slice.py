@@ -17,7 +17,14 @@ import numpy as np
 
 from llamaherd.errors import InvalidParameterError, UnsupportedFileError
 from llamaherd.files.block_types import BlockType, block_type, named_type
-from llamaherd.files.cut_rules import CUT_RULES, UNCUTTABLE, CutRule, nearest_starts, window_pattern
+from llamaherd.files.cut_rules import (
+    CUT_RULES,
+    OVERWRITTEN_INPUT,
+    UNCUTTABLE,
+    CutRule,
+    nearest_starts,
+    window_pattern,
+)
 from llamaherd.files.layers import BLOCK, count_layers
 from llamaherd.files.metadata import Metadata, TypedValue, ValueType
 from llamaherd.files.model_file import ModelFile, Tensor
@@ -57,6 +64,7 @@ def slice_model(
     path: str | os.PathLike[str],
     *,
     unlisted: bool = False,
+    overwrite_input: bool = False,
     split_size: int | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
@@ -64,28 +72,32 @@ def slice_model(
 
     Raises what `plan_slice` and `write_gguf` raise.
     """
-    plan = plan_slice(model, start, end, unlisted=unlisted)
+    plan = plan_slice(model, start, end, unlisted=unlisted, overwrite_input=overwrite_input)
     return write_gguf(
         path, plan.metadata, plan.tensors, alignment=model.alignment, split_size=split_size, progress=progress
     )
 
 
-def check_cut(model: ModelFile, start: int, end: int, *, unlisted: bool = False) -> CutRule:
+def check_cut(
+    model: ModelFile, start: int, end: int, *, unlisted: bool = False, overwrite_input: bool = False
+) -> CutRule:
     """Raise if layers [start, end) of ``model`` cannot be a slice that is right; return what it must mind.
 
     InvalidParameterError: the range is empty, outside the model, or breaks a pattern by layer index (the
     message names the nearest cuts). UnsupportedFileError, with the reason: not GGUF, an architecture
     that cannot be cut, or one that is not known to be cuttable; ``unlisted`` allows the latter, at the
-    caller's risk.
+    caller's risk. ``overwrite_input`` allows those of `OVERWRITTEN_INPUT`, for a caller that does as said
+    there; their slices name the node under ``llamaherd.slice.input_node``.
     """
     if model.container != "gguf":
         raise UnsupportedFileError(
             model.path, f"only GGUF can be sliced, not {model.container}; convert it first"
         )
     architecture = str(model.architecture)
-    if architecture in UNCUTTABLE:
+    special = OVERWRITTEN_INPUT.get(architecture) if overwrite_input else None
+    if architecture in UNCUTTABLE and special is None:
         raise UnsupportedFileError(model.path, f"{architecture} cannot be cut: {UNCUTTABLE[architecture]}")
-    if architecture not in CUT_RULES and not unlisted:
+    if architecture not in CUT_RULES and special is None and not unlisted:
         raise UnsupportedFileError(
             model.path,
             f"{architecture} is not among the architectures known to be cut exactly "
@@ -96,7 +108,7 @@ def check_cut(model: ModelFile, start: int, end: int, *, unlisted: bool = False)
         raise InvalidParameterError("start", start, f"a layer from 0 to {layers - 1}")
     if not start < end <= layers:
         raise InvalidParameterError("end", end, f"after {start} and at most {layers}")
-    rule = CUT_RULES.get(architecture, CutRule())
+    rule = special or CUT_RULES.get(architecture, CutRule())
     _check_model(model, architecture, rule, layers, end - start)
     if start % rule.period:
         near = nearest_starts(rule.period, start, layers)
@@ -119,7 +131,7 @@ def _check_model(model: ModelFile, architecture: str, rule: CutRule, layers: int
         reason = "its last layers use the KV cache of earlier ones"
     if metadata.get("llamaherd.slice.start") is not None:
         reason = "it is a slice already; cut the whole model"
-    if "token_embd_norm.weight" in model.tensors:
+    if "token_embd_norm.weight" in model.tensors and rule.input_node is None:
         reason = UNCUTTABLE["bloom"]
     for name in ("token_embd.weight", "output.weight"):
         tensor = model.tensors.get(name)
@@ -134,9 +146,11 @@ def _any(metadata: Metadata, key: str) -> bool:
     return bool(np.any(np.asarray(metadata.get(key, 0)) != 0))
 
 
-def plan_slice(model: ModelFile, start: int, end: int, *, unlisted: bool = False) -> SlicePlan:
+def plan_slice(
+    model: ModelFile, start: int, end: int, *, unlisted: bool = False, overwrite_input: bool = False
+) -> SlicePlan:
     """What a slice of layers [start, end) holds; nothing is read or written. Raises what `check_cut` does."""
-    rule = check_cut(model, start, end, unlisted=unlisted)
+    rule = check_cut(model, start, end, unlisted=unlisted, overwrite_input=overwrite_input)
     layers = count_layers(model)
     metadata = _slice_metadata(model, rule, start, end, layers)
     tensors = list(_slice_tensors(model, start, end, layers))
@@ -170,6 +184,8 @@ def _slice_metadata(
     if middle:
         kept["tokenizer.ggml.model"] = TypedValue(ValueType.STRING, "none")
         kept[f"{prefix}vocab_size"] = TypedValue(ValueType.UINT32, _MIDDLE_VOCABULARY)
+    if rule.input_node is not None and start > 0:
+        kept["llamaherd.slice.input_node"] = TypedValue(ValueType.STRING, rule.input_node)
     for key, number in (("start", start), ("end", end), ("layers", layers)):
         kept[f"llamaherd.slice.{key}"] = TypedValue(ValueType.UINT32, number)
     return kept
