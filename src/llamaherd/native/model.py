@@ -6,11 +6,8 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from .handles import Handle
-from .library import GGML, L
+from .library import L
 from .params import model_params
 
 __all__ = [
@@ -19,7 +16,6 @@ __all__ = [
     "load_model",
     "model_facts",
     "model_metadata",
-    "quantize",
     "token_attributes",
     "token_piece",
     "token_score",
@@ -160,25 +156,3 @@ def load_adapter(model: Handle, path: str) -> Handle | None:
     """llama_adapter_lora_init; None if llama.cpp refuses."""
     pointer = L.llama_adapter_lora_init(model.pointer, path.encode())
     return Handle(pointer, L.llama_adapter_lora_free, "adapter", (model,)) if pointer else None
-
-
-# ------------------------------------------------------------------------------------ quantising
-
-
-def quantize(source: str, target: str, ftype: int, **params: Any) -> int:
-    """llama_model_quantize; returns its code (0: done). ``params`` by the names of its struct."""
-    struct = L.llama_model_quantize_default_params()
-    struct.ftype = ftype
-    for name, value in params.items():
-        setattr(struct, name, value)
-    return int(L.llama_model_quantize(source.encode(), target.encode(), struct))
-
-
-def ggml_version() -> str:
-    """The version of ggml that computes."""
-    return (GGML.ggml_version() or b"").decode()
-
-
-def as_tokens(values: Any) -> NDArray[np.int32]:
-    """An int32 array of token ids."""
-    return np.ascontiguousarray(values, dtype=np.int32)
