@@ -62,7 +62,7 @@ class StockLlama:
 
 
 def _serve() -> None:
-    import llama_cpp as L  # noqa: N812
+    import llama_cpp as L
     import numpy as np
 
     log: list[str] = []
