@@ -70,9 +70,9 @@ def main() -> None:
     for name in others:
         print(f"- `{name}`: {UNCUTTABLE[name]}")
     print(
-        "\n`slice_model(..., overwrite_input=True)` cuts those marked with a graph node that a stage overwrites: it "
-        "writes the hidden states into that node when llama.cpp has computed it, which undoes what the graph did "
-        "to its input. The slices name the node under `llamaherd.slice.input_node`."
+        "\n`slice_model(..., overwrite_input=True)` cuts those marked with a graph node that a stage "
+        "overwrites: it writes the hidden states into that node when llama.cpp has computed it, which undoes "
+        "what the graph did to its input. The slices name the node under `llamaherd.slice.input_node`."
     )
     print(
         "\nAn architecture that is on neither list is refused until it has been tried; `--unlisted` cuts it "

@@ -209,7 +209,12 @@ def _head(target: _Target, contents: Contents, tensors: dict[str, Tensor], repor
     if target.version is not None:
         out += struct.pack("<I", target.version)
     for name in HEADERS[target.architecture]:
-        out += struct.pack("<f" if name in FLOATS else "<i", header[name])
+        if name in FLOATS:
+            out += np.float32(header[name]).tobytes()
+        elif -(1 << 31) <= header[name] < 1 << 31:
+            out += struct.pack("<i", header[name])
+        else:
+            raise target.refuse(f"its header has 31 bits for {name} = {header[name]}")
     texts, scores = _vocabulary(target, contents, int(header["n_vocab"]))
     for text, score in zip(texts, scores.tolist(), strict=True):
         out += struct.pack("<I", len(text)) + text
