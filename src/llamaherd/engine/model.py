@@ -12,7 +12,13 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from ..config import LoraConfig
-from ..errors import ClosedError, DuplicateTokenError, ModelLoadError, ModelNotFoundError
+from ..errors import (
+    ClosedError,
+    DuplicateTokenError,
+    InvalidParameterError,
+    ModelLoadError,
+    ModelNotFoundError,
+)
 from ..files import open as open_file
 from ..files.vocabulary import find_duplicate_token
 from ..native import model as native
@@ -206,6 +212,17 @@ class Model:
         if handle is None:
             raise ModelLoadError(lora.path, f"not an adapter for {self.path}", log)
         self._adapters.append((handle, lora))
+
+    def remove_lora(self, index: int) -> None:
+        """Free the adapter at ``index``; scale it to 0 in every context first.
+
+        Raises:
+            InvalidParameterError: there is no adapter at that index.
+        """
+        if not 0 <= index < len(self._adapters):
+            raise InvalidParameterError("index", index, f"one of the model's {len(self._adapters)} adapters")
+        handle, _ = self._adapters.pop(index)
+        handle.close()
 
     @property
     def loras(self) -> tuple[LoraConfig, ...]:
