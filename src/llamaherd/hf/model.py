@@ -32,6 +32,7 @@ __all__ = ["LlamaCppForCausalLM"]
 
 _IGNORED = ("trust_remote_code", "code_revision", "low_cpu_mem_usage", "use_safetensors", "weights_only", "state_dict")
 _SETTLED = ("device_map", "dtype", "torch_dtype", "attn_implementation")
+_UNUSED = ("token_type_ids", "cache_position", "num_items_in_batch", "tokenizer", "assistant_tokenizer")
 _MODEL_FILE = "model.gguf"
 
 
@@ -329,7 +330,7 @@ def _refuse_unknown(output_attentions: bool | None, kwargs: Mapping[str, Any]) -
             "output_attentions: llama.cpp does not keep attention weights; take them from the torch model"
         )
     for name, value in kwargs.items():
-        if value is not None and name not in ("token_type_ids", "cache_position", "num_items_in_batch"):
+        if value is not None and name not in _UNUSED:
             known = ("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "labels")
             raise UnknownParameterError(name, known, of="forward")
 
