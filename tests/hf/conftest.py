@@ -9,9 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.hf.torch_models import torch_model  # noqa: E402
+
 from llamaherd.files.synthesize import synthesize  # noqa: E402
 from llamaherd.hf import LlamaCppForCausalLM, LlamaCppTokenizer  # noqa: E402
-from tests.hf.torch_models import torch_model  # noqa: E402
 
 EXACT: dict[str, Any] = {
     "type_k": "f32",

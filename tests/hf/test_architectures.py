@@ -58,7 +58,8 @@ def test_inputs_embeds_equal_torch(architecture, pairs):
     limit = 2e-2 if architecture in _GELU else 1e-5
     assert (pair.ours(inputs_embeds=embeds).logits - pair.ours(ids).logits).abs().max() < limit
     rows = [
-        m.generate(inputs_embeds=embeds, max_new_tokens=8, eos_token_id=None, pad_token_id=0) for m in pair.models
+        m.generate(inputs_embeds=embeds, max_new_tokens=8, eos_token_id=None, pad_token_id=0)
+        for m in pair.models
     ]
     assert torch.equal(rows[0], rows[1])
 

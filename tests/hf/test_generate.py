@@ -143,7 +143,9 @@ def test_contrastive_search_equals_the_paper(pair, prompts):
         text = list(prompt)
         for _ in range(8):
             text.append(_contrastive_step(pair.theirs, text, alpha=0.6, k=4))
-        ours = pair.ours.generate(torch.tensor([prompt]), penalty_alpha=0.6, top_k=4, max_new_tokens=8, eos_token_id=None)
+        ours = pair.ours.generate(
+            torch.tensor([prompt]), penalty_alpha=0.6, top_k=4, max_new_tokens=8, eos_token_id=None
+        )
         assert ours[0].tolist() == text
         greedy = pair.ours.generate(torch.tensor([prompt]), max_new_tokens=8, eos_token_id=None)
         if not torch.equal(greedy, ours):
@@ -159,7 +161,9 @@ def _contrastive_step(model, text, *, alpha, k):
         before = torch.nn.functional.normalize(out.hidden_states[-1][0], dim=-1)
         best, choice = -torch.inf, None
         for probability, token in zip(top.values, top.indices, strict=True):
-            last = model(torch.tensor([[*text, int(token)]]), output_hidden_states=True).hidden_states[-1][0, -1]
+            last = model(torch.tensor([[*text, int(token)]]), output_hidden_states=True).hidden_states[-1][
+                0, -1
+            ]
             penalty = (before @ torch.nn.functional.normalize(last, dim=-1)).max()
             score = (1 - alpha) * probability - alpha * penalty
             if score > best:

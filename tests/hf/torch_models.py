@@ -54,8 +54,6 @@ def _gemma_norms(state: dict[str, torch.Tensor], config: Any) -> None:
             state[name] = value - 1
 
 
-
-
 ORACLES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any], Fix | None]] = {
     # architecture: model, config, keys of its metadata, fixed values, a fix of the weights
     "llama": (tf.LlamaForCausalLM, tf.LlamaConfig, {}, {}, _llama_heads),
@@ -134,7 +132,12 @@ def torch_model(path: Path, architecture: str) -> Any:
         settings |= {k: None for k, v in fixed.items() if v is None}
         theta = file.metadata.get(f"{name}.rope.freq_base", 10000.0)
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(theta)}
-        settings |= {"rope_parameters": rope, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+        settings |= {
+            "rope_parameters": rope,
+            "pad_token_id": None,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
         rotated = file.metadata.get(f"{name}.rope.dimension_count")
         head = settings["hidden_size"] // settings["num_attention_heads"]
         if architecture == "stablelm" and rotated is not None:

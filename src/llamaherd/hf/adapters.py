@@ -55,7 +55,9 @@ class AdapterMixin:
         if kwargs:
             raise UnknownParameterError(next(iter(kwargs)), ("adapter_name", "scale"), of="load_adapter")
         if name in self._adapters:
-            raise RequestError(f"an adapter {name!r} is loaded; delete_adapter({name!r}) or choose another name")
+            raise RequestError(
+                f"an adapter {name!r} is loaded; delete_adapter({name!r}) or choose another name"
+            )
         lora = LoraConfig(str(peft_model_id), scale)
         with self.runtime.lock:
             self.runtime.model.add_lora(lora)
@@ -77,7 +79,9 @@ class AdapterMixin:
         if not isinstance(scale, Mapping):
             names = [adapter_name] if adapter_name else list(self._adapters)
             if len(names) != 1:
-                raise InvalidParameterError("adapter_name", adapter_name, f"one of {', '.join(names) or 'none'}")
+                raise InvalidParameterError(
+                    "adapter_name", adapter_name, f"one of {', '.join(names) or 'none'}"
+                )
             scale = {names[0]: scale}
         checked = {name: LoraConfig(self._adapter(name).path, value).scale for name, value in scale.items()}
         for name, value in checked.items():
@@ -112,11 +116,15 @@ class AdapterMixin:
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
         """Refused: a new adapter would have to be trained."""
-        raise UnsupportedError("llama.cpp does not train; load a trained adapter with load_adapter('adapter.gguf')")
+        raise UnsupportedError(
+            "llama.cpp does not train; load a trained adapter with load_adapter('adapter.gguf')"
+        )
 
     def get_adapter_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
         """Refused: the weights are llama.cpp's."""
-        raise UnsupportedError("the adapter's weights are in llama.cpp; read its file with llamaherd.files.open")
+        raise UnsupportedError(
+            "the adapter's weights are in llama.cpp; read its file with llamaherd.files.open"
+        )
 
     def _adapter(self, name: str) -> _Adapter:
         if name not in self._adapters:

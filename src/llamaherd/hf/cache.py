@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
 from ..errors import OutOfCellsError, RequestError, UnsupportedError
@@ -107,6 +109,32 @@ class LlamaCppCache(Cache):  # type: ignore[misc]
 
     def make_room(self, counts: Iterable[int]) -> None:
         """Called before rows gain so many tokens each."""
+
+    def mask_again(self, mask: NDArray[np.bool_]) -> None:
+        """Take out the last tokens of rows that ``mask`` [batch, length] now leaves out.
+
+        Raises:
+            RequestError: it leaves out tokens that others follow, or wants ones that are not there.
+        """
+        before = self.mask.numpy()
+        if np.array_equal(mask, before):
+            return
+        kept = mask & before
+        if not np.array_equal(mask, kept) or any(
+            old[np.flatnonzero(new)[-1] :].sum() != (old & ~new).sum() + 1 if new.any() else False
+            for old, new in zip(before, mask, strict=True)
+        ):
+            raise RequestError(
+                "attention_mask differs from what it was for the columns in the cache; only a row's last "
+                "tokens can be masked later: crop the cache and pass the columns again"
+            )
+        gone = (before & ~mask).sum(axis=1).tolist()
+        with self.runtime.lock:
+            if not self.is_croppable and any(gone):
+                raise RequestError("tokens of a recurrent model's cache cannot be masked later")
+            for row, count in enumerate(gone):
+                self._trim(row, count)
+            self.mask = torch.from_numpy(kept)
 
     def take_rows(self, sources: list[int]) -> None:
         """Begin with one row for each entry; entry i is the row that row i equals, itself if it is the first.
@@ -212,7 +240,9 @@ class LlamaCppCache(Cache):  # type: ignore[misc]
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: llama.cpp writes keys and values itself."""
-        raise UnsupportedError("llama.cpp owns the keys and values; this cache cannot be given to a torch model")
+        raise UnsupportedError(
+            "llama.cpp owns the keys and values; this cache cannot be given to a torch model"
+        )
 
     # -------------------------------------------------------------------------------- copies
 
@@ -234,10 +264,14 @@ class LlamaCppCache(Cache):  # type: ignore[misc]
             copy.mask = self.mask.clone()
 
     def __copy__(self) -> NoReturn:
-        raise UnsupportedError("a shallow copy would share sequence ids; use copy.deepcopy, which shares the cells")
+        raise UnsupportedError(
+            "a shallow copy would share sequence ids; use copy.deepcopy, which shares the cells"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedError("a cache cannot be pickled; use cache.save(path) and LlamaCppCache.load(model, path)")
+        raise UnsupportedError(
+            "a cache cannot be pickled; use cache.save(path) and LlamaCppCache.load(model, path)"
+        )
 
     # ------------------------------------------------------------------------------- on disk
 

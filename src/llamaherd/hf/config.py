@@ -149,5 +149,3 @@ class LlamaCppModelConfig(PreTrainedConfig):  # type: ignore[misc]
 
 def _token(value: Any) -> int | None:
     return None if value is None else int(value)
-
-

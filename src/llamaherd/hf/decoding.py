@@ -115,12 +115,12 @@ def _choose(
     """Decode every candidate, keep the best: its token [batch], next logits and last hidden state."""
     rows, k = top.indices.shape
     cache.batch_repeat_interleave(k)
-    out = model(
-        top.indices.reshape(-1, 1), cache=cache, output_hidden_states=record.wanted_hidden or LAST
-    )
+    out = model(top.indices.reshape(-1, 1), cache=cache, output_hidden_states=record.wanted_hidden or LAST)
     last = out.hidden_states[-1][:, -1].view(rows, k, -1)
     similarity = torch.einsum(
-        "rth,rkh->rkt", torch.nn.functional.normalize(history, dim=-1), torch.nn.functional.normalize(last, dim=-1)
+        "rth,rkh->rkt",
+        torch.nn.functional.normalize(history, dim=-1),
+        torch.nn.functional.normalize(last, dim=-1),
     )
     similarity = similarity.masked_fill(~seen[:, None], torch.finfo(similarity.dtype).min)
     best = ((1 - alpha) * top.values - alpha * similarity.amax(-1)).argmax(-1)

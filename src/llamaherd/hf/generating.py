@@ -99,12 +99,16 @@ class GeneratingMixin(GenerationMixin):  # type: ignore[misc]
         elif generation_config.use_cache is not False:
             model_kwargs["cache"] = LlamaCppCache(self.runtime)
 
-    def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> LogitsProcessorList:
+    def _get_logits_processor(
+        self, generation_config: GenerationConfig, **kwargs: Any
+    ) -> LogitsProcessorList:
         """transformers' processors; guidance runs its second branch inside the model's own decodes."""
         processors = super()._get_logits_processor(generation_config, **kwargs)
         model_kwargs = kwargs.get("model_kwargs")
         guided = [
-            i for i, p in enumerate(processors) if isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+            i
+            for i, p in enumerate(processors)
+            if isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor)
         ]
         if not guided or model_kwargs is None or generation_config.use_cache is False:
             return processors
@@ -179,4 +183,3 @@ def _refuse(config: GenerationConfig, kwargs: dict[str, Any]) -> None:
         )
     if getattr(config, "speculation_type", None) == "dflash":
         raise UnsupportedError("speculation_type='dflash' reads torch weights; use an assistant_model")
-

@@ -8,7 +8,7 @@ from transformers import LogitsProcessor
 
 from ..errors import RequestError
 from .cache import LlamaCppCache
-from .packing import Columns, new_mask
+from .packing import Columns
 from .step import Pass
 
 __all__ = ["GuidanceProcessor", "GuidedBranch"]
@@ -25,9 +25,7 @@ class GuidedBranch:
         mask: its attention mask.
     """
 
-    def __init__(
-        self, cache: LlamaCppCache, prompt: torch.Tensor, mask: torch.Tensor | None
-    ) -> None:
+    def __init__(self, cache: LlamaCppCache, prompt: torch.Tensor, mask: torch.Tensor | None) -> None:
         self.cache = cache
         self._prompt = prompt
         self._mask = mask
@@ -44,9 +42,9 @@ class GuidedBranch:
             tokens, mask = input_ids[:, -1:], None
         else:
             raise RequestError("the guided branch goes on with tokens, not with embeddings")
-        columns = Columns(
-            tokens.to("cpu", torch.int32).numpy(), None, new_mask(mask, torch.zeros(rows, 0), *tokens.shape)
-        )
+        shape = (rows, int(tokens.shape[1]))
+        known = np.ones(shape, np.bool_) if mask is None else mask.to("cpu", torch.bool).numpy()
+        columns = Columns(tokens.to("cpu", torch.int32).numpy(), None, known)
         keep = np.zeros(tokens.shape[1], np.bool_)
         keep[-1] = True
         return Pass(self.cache, columns, keep)

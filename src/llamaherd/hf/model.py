@@ -30,7 +30,15 @@ from .step import LAST, Pass, run_passes
 
 __all__ = ["LlamaCppForCausalLM"]
 
-_IGNORED = ("trust_remote_code", "code_revision", "low_cpu_mem_usage", "use_safetensors", "weights_only", "state_dict")
+_IGNORED = (
+    "trust_remote_code",
+    "code_revision",
+    "low_cpu_mem_usage",
+    "use_safetensors",
+    "weights_only",
+    "state_dict",
+    "adapter_kwargs",
+)
 _SETTLED = ("device_map", "dtype", "torch_dtype", "attn_implementation")
 _UNUSED = ("token_type_ids", "cache_position", "num_items_in_batch", "tokenizer", "assistant_tokenizer")
 _MODEL_FILE = "model.gguf"
@@ -113,7 +121,9 @@ class LlamaCppForCausalLM(AdapterMixin, RefusalMixin, GeneratingMixin, PreTraine
         folder = Path(pretrained_model_name_or_path)
         if config is None:
             saved = folder.is_dir() and (folder / "config.json").is_file()
-            config = LlamaCppModelConfig.from_pretrained(folder) if saved else LlamaCppModelConfig.from_gguf(path)
+            config = (
+                LlamaCppModelConfig.from_pretrained(folder) if saved else LlamaCppModelConfig.from_gguf(path)
+            )
         parameters = _parameters(config, quantization_config, kwargs)
         model = Model.load(path, **parameters.model_parameters)
         try:
@@ -140,7 +150,13 @@ class LlamaCppForCausalLM(AdapterMixin, RefusalMixin, GeneratingMixin, PreTraine
             UnknownParameterError: options that are about torch weights.
         """
         for name in kwargs:
-            if name not in ("safe_serialization", "max_shard_size", "is_main_process", "token", "push_to_hub"):
+            if name not in (
+                "safe_serialization",
+                "max_shard_size",
+                "is_main_process",
+                "token",
+                "push_to_hub",
+            ):
                 raise UnknownParameterError(name, ("save_directory",), of="save_pretrained")
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -259,7 +275,7 @@ class LlamaCppForCausalLM(AdapterMixin, RefusalMixin, GeneratingMixin, PreTraine
                 cache.batch_repeat_interleave(rows)
             if cache.is_initialized and cache.batch_size != rows:
                 raise RequestError(f"the cache has {cache.batch_size} rows, the input has {rows}")
-            mask = new_mask(attention_mask, cache.mask, rows, count)
+            mask = new_mask(attention_mask, cache, rows, count)
             _check_positions(position_ids, cache, mask)
             columns = _columns(input_ids, inputs_embeds, mask)
             keep = kept_columns(0 if labels is not None else logits_to_keep, count)
@@ -335,7 +351,9 @@ def _refuse_unknown(output_attentions: bool | None, kwargs: Mapping[str, Any]) -
             raise UnknownParameterError(name, known, of="forward")
 
 
-def _check_positions(position_ids: torch.Tensor | None, cache: LlamaCppCache, mask: np.ndarray[Any, Any]) -> None:
+def _check_positions(
+    position_ids: torch.Tensor | None, cache: LlamaCppCache, mask: np.ndarray[Any, Any]
+) -> None:
     """Positions count the tokens of a row; others would be silently computed as these."""
     if position_ids is None:
         return

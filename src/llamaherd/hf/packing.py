@@ -46,12 +46,13 @@ class Columns:
         )
 
 
-def new_mask(attention_mask: torch.Tensor | None, past: torch.Tensor, rows: int, columns: int) -> Bools:
+def new_mask(attention_mask: torch.Tensor | None, cache: LlamaCppCache, rows: int, columns: int) -> Bools:
     """Which of the new columns are tokens: bool [rows, columns].
 
     Args:
         attention_mask: [rows, past + columns] or [rows, columns], nonzero at tokens; None: all are.
-        past: bool [rows, past], the mask of the cached columns, which cannot change any more.
+        cache: where the past columns are. Where the mask now leaves out a row's last tokens (the padding
+            that generate() put behind a finished row), they are taken out of llama.cpp.
 
     Raises:
         UnsupportedError: it is no 2-D mask.
@@ -65,13 +66,10 @@ def new_mask(attention_mask: torch.Tensor | None, past: torch.Tensor, rows: int,
             "2-D mask of tokens and padding"
         )
     mask = attention_mask.detach().to("cpu", torch.bool).numpy()
-    before = past.shape[1]
+    before = cache.get_seq_length()
     if mask.shape == (rows, before + columns):
-        if before and not np.array_equal(mask[:, :before], past.numpy()):
-            raise RequestError(
-                "attention_mask differs from what it was for the columns in the cache; a cached column "
-                "cannot be masked later, crop the cache and pass the columns again"
-            )
+        if before:
+            cache.mask_again(mask[:, :before])
         return mask[:, before:]
     if mask.shape == (rows, columns):
         return mask

@@ -24,7 +24,11 @@ def write(path: str | PathLike[str], states: Sequence[bytes], mask: NDArray[np.b
     """Write the rows' states and the mask [rows, columns]; the file appears whole or not at all."""
     packed = np.packbits(mask, axis=1) if mask.size else np.empty((len(states), 0), np.uint8)
     header = json.dumps(
-        {"rows": [len(s) for s in states], "columns": mask.shape[1], "mask": [r.tobytes().hex() for r in packed]}
+        {
+            "rows": [len(s) for s in states],
+            "columns": mask.shape[1],
+            "mask": [r.tobytes().hex() for r in packed],
+        }
     ).encode()
     with replacing(path, _HEAD.size + len(header) + sum(map(len, states))) as file:
         file.write(_HEAD.pack(_MAGIC, len(header)))

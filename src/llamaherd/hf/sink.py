@@ -55,7 +55,9 @@ class SinkCache(LlamaCppCache):
             raise InvalidParameterError("window", self.window, f"an integer in [2, n_ctx = {context.n_ctx}]")
         if self.sinks < 0 or self.shift < 1 or self.sinks + self.shift > self.window:
             raise InvalidParameterError(
-                "shift", self.shift, f"at least 1, and with the {self.sinks} sinks at most window ({self.window})"
+                "shift",
+                self.shift,
+                f"at least 1, and with the {self.sinks} sinks at most window ({self.window})",
             )
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

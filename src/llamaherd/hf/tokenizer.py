@@ -62,7 +62,9 @@ class LlamaCppTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
                 raise DuplicateTokenError(self.vocab_file, str(token), first, second)
             metadata = file.metadata
             if "tokenizer.ggml.tokens" not in metadata:
-                raise UnsupportedFileError(self.vocab_file, "it holds no vocabulary; take the model's own file")
+                raise UnsupportedFileError(
+                    self.vocab_file, "it holds no vocabulary; take the model's own file"
+                )
             self._texts = [_as_text(token) for token in metadata["tokenizer.ggml.tokens"]]
             unknown = metadata.get("tokenizer.ggml.unknown_token_id")
             self._unknown = None if unknown is None else int(unknown)
@@ -93,11 +95,17 @@ class LlamaCppTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         """
         filename = kwargs.pop("filename", None) or kwargs.pop("gguf_file", None)
         name = Path(pretrained_model_name_or_path)
-        if filename is None and (name / TOKENIZER_FILE).is_file() and (name / "tokenizer_config.json").is_file():
+        if (
+            filename is None
+            and (name / TOKENIZER_FILE).is_file()
+            and (name / "tokenizer_config.json").is_file()
+        ):
             loaded: LlamaCppTokenizer = super().from_pretrained(name, *args, **kwargs)
             return loaded
         hub = {key: kwargs.pop(key) for key in HUB_OPTIONS if key in kwargs}
-        for key in [k for k in kwargs if k.startswith("_") or k in ("trust_remote_code", "use_fast", "config")]:
+        for key in [
+            k for k in kwargs if k.startswith("_") or k in ("trust_remote_code", "use_fast", "config")
+        ]:
             del kwargs[key]
         path = resolve_gguf(pretrained_model_name_or_path, filename, **hub)
         return cls(path, name_or_path=str(pretrained_model_name_or_path), **kwargs)
