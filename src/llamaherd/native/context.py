@@ -199,7 +199,7 @@ def set_threads(context: Handle, n_threads: int, n_threads_batch: int) -> None:
 def set_adapters(context: Handle, adapters: Sequence[tuple[Handle, float]]) -> int:
     """llama_set_adapters_lora: exactly these adapters with these scales; 0 if done."""
     n = len(adapters)
-    pointers = (ctypes.c_void_p * max(n, 1))(*[a.pointer for a, _ in adapters])
+    pointers = (ctypes.c_void_p * max(n, 1))(*[ctypes.cast(a.pointer, ctypes.c_void_p) for a, _ in adapters])
     scales = (ctypes.c_float * max(n, 1))(*[s for _, s in adapters])
     kinds = L.llama_set_adapters_lora.argtypes
     return int(
