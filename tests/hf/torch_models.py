@@ -138,6 +138,12 @@ def torch_model(path: Path, architecture: str) -> Any:
             "bos_token_id": None,
             "eos_token_id": None,
         }
+        if architecture == "gemma3":  # its sliding layers always rotate by 10000
+            local = float(file.metadata.get(f"{name}.rope.freq_base_swa", 10000.0))
+            settings["rope_parameters"] = {
+                "full_attention": rope,
+                "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            }
         rotated = file.metadata.get(f"{name}.rope.dimension_count")
         head = settings["hidden_size"] // settings["num_attention_heads"]
         if architecture == "stablelm" and rotated is not None:
