@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,13 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from ..config import LoraConfig
-from ..errors import ClosedError, DuplicateTokenError, ModelLoadError, ModelNotFoundError
+from ..errors import (
+    ClosedError,
+    DuplicateTokenError,
+    InvalidParameterError,
+    ModelLoadError,
+    ModelNotFoundError,
+)
 from ..files import Assumptions, contents_of, convert, find_duplicate_token
 from ..files import open as open_file
 from ..files.metadata import Value
@@ -28,11 +35,14 @@ __all__ = ["Model"]
 Progress = Callable[[float], bool | None]
 
 
-class SupportsClose(Protocol):
-    """What a model closes before itself."""
+class Dependent(Protocol):
+    """What stands on a model: it must let go of what the model frees."""
 
     def close(self) -> None:
         """Free it; idempotent."""
+
+    def drop_lora(self, index: int) -> None:
+        """Stop using the adapter at ``index``, which is about to be freed."""
 
 
 _load_lock = threading.Lock()  # llama.cpp's log belongs to one load at a time
@@ -47,10 +57,12 @@ class Model:
     def __init__(self, handle: Handle, path: str, params: Mapping[str, Any]) -> None:
         self._handle = handle
         self._adapters: list[tuple[Handle, LoraConfig]] = []
-        self._contexts: weakref.WeakSet[SupportsClose] = weakref.WeakSet()
+        self._contexts: weakref.WeakSet[Dependent] = weakref.WeakSet()
         self.path = path
         self.params = dict(params)
         self._facts = native.model_facts(handle)
+        if not self._facts["n_params"]:
+            self._facts |= _sizes(path)  # llama.cpp counts only what it loads itself
         self.vocabulary = Vocabulary(handle)
 
     @classmethod
@@ -235,6 +247,19 @@ class Model:
             raise ModelLoadError(lora.path, f"not an adapter for {self.path}", log)
         self._adapters.append((handle, lora))
 
+    def remove_lora(self, index: int) -> None:
+        """Free the adapter at ``index``, in every context that applies it too.
+
+        Raises:
+            InvalidParameterError: there is no adapter at that index.
+        """
+        if not 0 <= index < len(self._adapters):
+            raise InvalidParameterError("index", index, f"one of the model's {len(self._adapters)} adapters")
+        for context in list(self._contexts):
+            context.drop_lora(index)
+        handle, _ = self._adapters.pop(index)
+        handle.close()
+
     @property
     def loras(self) -> tuple[LoraConfig, ...]:
         """The adapters and their scales."""
@@ -247,7 +272,7 @@ class Model:
 
     # ----------------------------------------------------------------------------- lifetime
 
-    def owns(self, context: SupportsClose) -> None:
+    def owns(self, context: Dependent) -> None:
         """Note a context, which must not outlive the model."""
         self._contexts.add(context)
 
@@ -309,6 +334,15 @@ def _load(
             stack.pop_all()  # the weights are in the mapping, which lives as long as the model
             return handle
         return legacy.load_repacked(contents, params, progress)
+
+
+def _sizes(path: str) -> dict[str, int]:
+    with open_file(path) as file:
+        tensors = list(file.tensors.values())
+        return {
+            "n_params": sum(math.prod(t.shape) for t in tensors),
+            "size": sum(t.nbytes for t in tensors),
+        }
 
 
 def _check_vocabulary(path: str, metadata: Mapping[str, Value]) -> None:
