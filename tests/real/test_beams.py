@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llamaherd import Context, GenerationRequest, Herd, Model
-from llamaherd.native.model import quantize
+from llamaherd.native.quantize import quantize_file
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -16,7 +16,6 @@ PROMPTS = [
     "Water boils at a temperature of",
 ]
 WIDTH, LENGTH = 4, 12
-F16 = 1  # LLAMA_FTYPE_MOSTLY_F16
 
 
 @pytest.mark.timeout(1200)
@@ -24,7 +23,7 @@ def test_beams_equal_transformers(demo_model_path, tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     path = tmp_path / "f16.gguf"
-    assert quantize(str(demo_model_path), str(path), F16, allow_requantize=True) == 0
+    quantize_file(str(demo_model_path), str(path), "f16")
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         str(tmp_path), gguf_file="f16.gguf", dtype=torch.float32
     )
@@ -71,7 +70,7 @@ def test_logits_agree_with_torch(demo_model_path, tmp_path):
     from llamaherd.engine.protocol import Batch
 
     path = tmp_path / "f16.gguf"
-    assert quantize(str(demo_model_path), str(path), F16, allow_requantize=True) == 0
+    quantize_file(str(demo_model_path), str(path), "f16")
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         str(tmp_path), gguf_file="f16.gguf", dtype=torch.float32
     )
