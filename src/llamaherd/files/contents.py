@@ -104,7 +104,7 @@ def _little_endian(tensor: Tensor) -> Tensor:
         )
 
     def load() -> Bytes:
-        return tensor.raw.reshape(-1, size)[:, ::-1].reshape(-1)
+        return np.ascontiguousarray(tensor.raw.reshape(-1, size)[:, ::-1]).reshape(-1)
 
     return replace(tensor, big_endian=False, offset=None, load=load)
 

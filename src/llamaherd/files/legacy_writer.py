@@ -245,7 +245,9 @@ def _made_header(
         if not value:
             raise target.refuse(f"its header needs one {name} for all layers")
     numbers: dict[str, int | float] = {name: int(value or 0) for name, value in found.items()}
-    embeddings = tensors[legacy_name("token_embd.weight", arch) or ""]
+    embeddings = tensors.get(legacy_name("token_embd.weight", arch) or "")
+    if embeddings is None or len(embeddings.shape) != 2:
+        raise target.refuse("it has no token_embd.weight with a row for each token")
     head = int(numbers["n_embd"]) // int(numbers["n_head"])
     numbers["n_vocab"] = numbers["n_vocab_again"] = embeddings.shape[1]
     numbers["n_rot"] = _number(contents, "rope.dimension_count") or head

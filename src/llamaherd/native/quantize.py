@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidParameterError, NativeError
-from .library import L, captured_log
+from .library import L, forget_log, recent_log
 
 __all__ = ["file_types", "quantize_file"]
 
@@ -52,10 +52,9 @@ def quantize_file(
     kept = _matrices(imatrix or {})
     if imatrix:
         params.imatrix = kept
-    with captured_log() as log:
-        code = L.llama_model_quantize(source.encode(), target.encode(), params)
-    if code:
-        raise NativeError(f"quantising {source} to {type} failed", "\n".join(log))
+    forget_log()
+    if L.llama_model_quantize(source.encode(), target.encode(), params):
+        raise NativeError(f"quantising {source} to {type} failed", recent_log())
 
 
 def _matrices(found: Mapping[str, npt.NDArray[np.float32]]) -> Any:
