@@ -186,9 +186,7 @@ def export_torch_command(
 def import_torch_command(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="A transformers checkpoint's folder.")],
     target: Target,
-    type: Annotated[
-        str, typer.Option(help="Type of the matrices: f32, f16, bf16, q8_0, ...")
-    ] = "f16",
+    type: Annotated[str, typer.Option(help="Type of the matrices: f32, f16, bf16, q8_0, ...")] = "f16",
     metadata_from: Annotated[
         Path | None, typer.Option(help="A GGUF to take the tokenizer and general metadata from.")
     ] = None,

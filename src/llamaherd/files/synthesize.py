@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaherd.errors import InvalidParameterError
-from llamaherd.files.architectures import Architecture, Role, Shape, Weight, architecture_named
+from llamaherd.files.architectures import architecture_named
 from llamaherd.files.block_types import BlockType, block_type, named_type
+from llamaherd.files.blueprint import Architecture, Role, Shape, Weight
 from llamaherd.files.metadata import TypedValue, Value, ValueType
 from llamaherd.files.model_file import Tensor
 from llamaherd.files.tiny_vocabulary import BYTE, CHATML, NORMAL, TinyVocabulary, tiny_vocabulary
