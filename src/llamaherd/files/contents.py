@@ -184,7 +184,7 @@ def _metadata(
     model: ModelFile, header: Mapping[str, Value], contents: Contents, assume: Assumptions
 ) -> dict[str, TypedValue]:
     arch = contents.architecture
-    number = {key: int(value) for key, value in header.items() if isinstance(value, (int, float))}
+    number = {key: value for key, value in header.items() if isinstance(value, int)}
     u32: dict[str, int] = {
         "block_count": number["n_layer"],
         "embedding_length": number["n_embd"],
