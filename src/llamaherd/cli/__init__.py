@@ -20,19 +20,21 @@ from ..errors import ConfigError, LlamaherdError
 __all__ = ["COMMANDS", "main", "make_app"]
 
 COMMANDS = {
-    "suggest": ("suggest", "Many distinct ways to go on from a prompt or a Lean goal, best first."),
-    "run": ("run", "Stream one completion of a prompt, or one chat turn with --chat."),
+    "suggest": ("suggest", "Many ways to go on from a prompt or a Lean goal."),
+    "run": ("run", "Stream one completion, or one chat turn."),
     "chat": ("chat", "Talk with a model in the terminal."),
-    "info": ("info", "Versions, CPU features, threads and why, and where the demo model is."),
-    "inspect": ("files", "What a model file holds; ``--json``, ``--svg``, or ``--check`` for every fault."),
-    "convert": ("files", "Write a model file in another container, tensor type or both."),
+    "info": ("info", "Versions, CPU features, threads and why."),
+    "inspect": ("files", "What a model file holds, and every fault of it."),
+    "convert": ("files", "Write a model file in another container or type."),
+    "perplexity": ("measure", "How well a model predicts the text in a file."),
+    "compare": ("measure", "What one model predicts otherwise than another."),
     "slice": ("making", "Layers [A, B) of a GGUF model as a model of their own."),
     "synthesize": (
         "making",
-        "A tiny random but working model, for tests and for trying things.",
+        "A tiny random but working model, to try things.",
     ),
-    "export-torch": ("making", "A GGUF model as a transformers checkpoint (safetensors)."),
-    "import-torch": ("making", "A transformers checkpoint (safetensors) as GGUF."),
+    "export-torch": ("making", "A GGUF model as a transformers checkpoint."),
+    "import-torch": ("making", "A transformers checkpoint as GGUF."),
 }
 """Command -> its module here, and its line in ``llamaherd --help``."""
 
