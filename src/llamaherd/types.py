@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -61,7 +61,9 @@ class GenerationRequest:
         logprobs: with each token, the log-probabilities of this many most probable ones.
         deadline: seconds from submission; a candidate that still runs then ends with reason ``deadline``.
         client: requests of one client share its turn when there are more requests than slots.
-        resume: tokens that each candidate has already produced elsewhere; they are not emitted again.
+        indices: run only these of the n candidates (None: all).
+        resume: candidate index -> tokens that it has already produced elsewhere. They are not emitted again,
+            and the log-probabilities in its Completion are those of the new tokens only.
         request_id: names the request in logs and errors.
     """
 
@@ -77,7 +79,8 @@ class GenerationRequest:
     logprobs: int = 0
     deadline: float | None = None
     client: str = ""
-    resume: Sequence[Sequence[int]] = ()
+    indices: Sequence[int] | None = None
+    resume: Mapping[int, Sequence[int]] = field(default_factory=dict)
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -97,8 +100,11 @@ class GenerationRequest:
             raise InvalidParameterError("stop", self.stop, "a sequence of texts, not one text")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise InvalidParameterError("stop", list(self.stop), "its texts are not empty")
-        if len(self.resume) > self.n:
-            raise InvalidParameterError("resume", len(self.resume), f"at most n ({self.n}) candidates")
+        for name, indices in (("indices", self.indices or ()), ("resume", self.resume)):
+            if any(not 0 <= i < self.n for i in indices):
+                raise InvalidParameterError(name, list(indices), f"candidates in [0, {self.n})")
+        if self.beams is not None and (self.resume or self.indices is not None):
+            raise InvalidParameterError("beams", self.beams, "beam search cannot be resumed; start it again")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from llamaherd.errors import FileError, InvalidParameterError, NativeError, RequestError, UnknownParameterError
+from llamaherd.errors import (
+    FileError,
+    InvalidParameterError,
+    NativeError,
+    RequestError,
+    UnknownParameterError,
+)
 from llamaherd.files.block_types import block_type
 from llamaherd.files.model_file import Tensor
 from llamaherd.files.writer import write_gguf

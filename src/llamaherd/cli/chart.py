@@ -45,10 +45,10 @@ def divergence_chart(found: Comparison, first: str, second: str) -> str:
     base = _TOP + plot_height
     parts.append(f'<line x1="{_LEFT}" y1="{base}" x2="{_LEFT + plot_width}" y2="{base}" stroke="#333"/>')
     for power in range(int(low), int(high) + 1):
-        parts.append(
-            f'<text x="{x(power):.1f}" y="{base + 18}" text-anchor="middle">1e{power}</text>'
-        )
-    parts.append(f'<text x="{_LEFT + plot_width / 2}" y="{base + 38}" text-anchor="middle">nats a token</text>')
+        parts.append(f'<text x="{x(power):.1f}" y="{base + 18}" text-anchor="middle">1e{power}</text>')
+    parts.append(
+        f'<text x="{_LEFT + plot_width / 2}" y="{base + 38}" text-anchor="middle">nats a token</text>'
+    )
     for name, value in (("median", np.median(found.divergence)), ("mean", found.divergence.mean())):
         at = x(float(np.log10(max(float(value), _FLOOR))))
         parts.append(

@@ -28,7 +28,7 @@ from ..errors import (
     UnsupportedError,
 )
 from ..native import context as native
-from ..native.library import recent_log
+from ..native.library import forget_log, recent_log
 from . import state
 from .cpus import available_cpus, available_memory
 from .memory import Memory
@@ -82,6 +82,7 @@ class Context:
         self._tap = native.LayerTap() if layer_outputs else None
         settings = _defaults(model) | params
         _check_params(model, settings)
+        forget_log()
         handle = native.new_context(model.handle, settings, self._abort, self._tap)
         if handle is None:
             raise ContextError(f"llama.cpp could not make a context with {settings}", recent_log())
@@ -410,7 +411,7 @@ class Context:
             GrammarError: the grammar does not parse.
             TokenError: ``logit_bias`` names a token outside the vocabulary.
         """
-        return Sampler(config, self.model.handle, self.vocabulary.n_tokens, prompt)
+        return Sampler(config, self.model.handle, self.vocabulary.n_tokens, self.n_ctx, prompt)
 
     # ----------------------------------------------------------------------------- adapters
 

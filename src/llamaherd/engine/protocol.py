@@ -83,6 +83,10 @@ class SequenceMemory(Protocol):
         """Sequence ids that are not handed out."""
 
     @property
+    def unified(self) -> bool:
+        """Whether forks share their cells; otherwise they copy them."""
+
+    @property
     def can_trim(self) -> bool:
         """Whether part of a sequence can be removed (recurrent models cannot)."""
 

@@ -18,7 +18,7 @@ from llamaherd.errors import UnsupportedFileError
 from llamaherd.files.block_types import BlockType
 from llamaherd.files.model_file import Tensor
 
-__all__ = ["Rounding", "can_repack", "dequantize", "repack", "scales"]
+__all__ = ["Rounding", "can_repack", "dequantize", "encode_floats", "repack", "scales"]
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -67,6 +67,20 @@ class Rounding:
     count: int = 0
     largest: float = 0.0
 
+    @classmethod
+    def between(cls, before: Floats, after: Floats) -> Rounding:
+        """What storing ``before`` as ``after`` changed. Raises ValueError where a number became infinite."""
+        finite = np.isfinite(before)
+        lost = finite & ~np.isfinite(after)
+        if lost.any():
+            raise ValueError(f"{before[lost][0]:g} is too large for it")
+        changed = (after != before) & finite
+        if not changed.any():
+            return cls(0, before.size)
+        old = before[changed]
+        largest = float(np.max(np.abs(after[changed] - old) / np.abs(old)))
+        return cls(int(changed.sum()), before.size, largest)
+
     def __add__(self, other: Rounding) -> Rounding:
         return Rounding(
             self.changed + other.changed, self.count + other.count, max(self.largest, other.largest)
@@ -111,29 +125,6 @@ def _unpack(raw: Bytes, kind: BlockType, layout: _Layout) -> _Blocks:
     return _Blocks(d, m, q)
 
 
-def _pack(blocks: _Blocks, kind: BlockType, layout: _Layout) -> Bytes:
-    n = len(blocks.d)
-    out = np.empty((n, kind.block_bytes), np.uint8)
-    width = np.dtype(layout.scale).itemsize
-    out[:, :width] = _narrow(blocks.d, layout.scale).view(np.uint8).reshape(n, width)
-    at = width
-    if blocks.m is not None:
-        out[:, at : at + width] = _narrow(blocks.m, layout.scale).view(np.uint8).reshape(n, width)
-        at += width
-    q = blocks.q
-    if layout.bits == 8:
-        out[:, at:] = q
-        return out.reshape(-1)
-    if layout.bits == 5:
-        out[:, at : at + 4] = np.packbits(q >> 4, axis=1, bitorder="little")
-        q = q & 15
-        at += 4
-    half = kind.block_size // 2
-    low, high = (q[:, 0::2], q[:, 1::2]) if layout.pairs else (q[:, :half], q[:, half:])
-    out[:, at:] = low | (high << 4)
-    return out.reshape(-1)
-
-
 def _narrow(values: Floats, dtype: str) -> npt.NDArray[Any]:
     with np.errstate(over="ignore"):
         return values.astype(dtype)
@@ -161,30 +152,44 @@ def repack(raw: Bytes, source: BlockType, target: BlockType) -> tuple[Bytes, Rou
     if not can_repack(source, target) or before is None or after is None:
         raise ValueError(f"{source} blocks cannot be repacked into {target}")
     n = raw.size // source.block_bytes
-    out = np.empty(n * target.block_bytes, np.uint8)
+    old, new = raw.reshape(n, source.block_bytes), np.empty((n, target.block_bytes), np.uint8)
     rounding = Rounding()
     for start in range(0, n, _CHUNK):
-        stop = min(start + _CHUNK, n)
-        blocks = _unpack(raw[start * source.block_bytes : stop * source.block_bytes], source, before)
-        out[start * target.block_bytes : stop * target.block_bytes] = _pack(blocks, target, after)
-        if before.scale != after.scale:
-            rounding += _rounding(blocks.d, after.scale)
-            if blocks.m is not None:
-                rounding += _rounding(blocks.m, after.scale)
-    return out, rounding
+        part = slice(start, min(start + _CHUNK, n))
+        rounding += _repack_chunk(old[part], new[part], before, after)
+    return new.reshape(-1), rounding
+
+
+def _repack_chunk(old: Bytes, new: Bytes, before: _Layout, after: _Layout) -> Rounding:
+    """Fill ``new`` (blocks, bytes) with the blocks of ``old``: scales, fifth bits, nibbles."""
+    count = 2 if before.minimum else 1
+    width, new_width = (np.dtype(layout.scale).itemsize * count for layout in (before, after))
+    scales = np.ascontiguousarray(old[:, :width]).view(before.scale)
+    new[:, :new_width] = _narrow(scales, after.scale).view(np.uint8)
+    body, new_body = old[:, width:], new[:, new_width:]
+    if before.bits == 5:  # bit l is the fifth of weight l in every era
+        new_body[:, :4] = body[:, :4]
+        body, new_body = body[:, 4:], new_body[:, 4:]
+    if before.pairs == after.pairs or before.bits == 8:
+        new_body[:] = body
+    elif before.pairs:
+        first, second = body[:, :8], body[:, 8:]  # weights 0-15 and 16-31
+        new_body[:, 0::2] = (first & 15) | (second << 4)
+        new_body[:, 1::2] = (first >> 4) | (second & 0xF0)
+    else:
+        even, odd = body[:, 0::2], body[:, 1::2]
+        new_body[:, :8] = (even & 15) | (odd << 4)
+        new_body[:, 8:] = (even >> 4) | (odd & 0xF0)
+    if before.scale == after.scale:
+        return Rounding()
+    return _rounding(scales.astype(np.float32).reshape(-1), after.scale)
 
 
 def _rounding(values: Floats, dtype: str) -> Rounding:
-    stored = _narrow(values, dtype).astype(np.float32)
-    lost = np.isfinite(values) & ~np.isfinite(stored)
-    if lost.any():
-        raise ValueError(f"the scale {values[lost][0]:g} does not fit an f16; convert to f32 instead")
-    changed = (stored != values) & np.isfinite(values)
-    if not changed.any():
-        return Rounding(0, len(values))
-    old = values[changed]
-    largest = float(np.max(np.abs(stored[changed] - old) / np.abs(old)))
-    return Rounding(int(changed.sum()), len(values), largest)
+    try:
+        return Rounding.between(values, _narrow(values, dtype).astype(np.float32))
+    except ValueError as error:
+        raise ValueError(f"a scale does not fit an f16 ({error}); convert to f32 instead") from None
 
 
 # ------------------------------------------------------------------------------------- decoding
@@ -195,7 +200,12 @@ _MXFP4 = 39
 
 
 def dequantize(tensor: Tensor) -> Floats:
-    """See `Tensor.dequantize`."""
+    """See `Tensor.dequantize`. Damaged scales give NaN or infinite weights, without a warning."""
+    with np.errstate(all="ignore"):
+        return _dequantize(tensor)
+
+
+def _dequantize(tensor: Tensor) -> Floats:
     raw, kind = tensor.raw, tensor.type
     shape = tensor.shape[::-1]
     order = ">" if tensor.big_endian else "<"
@@ -212,6 +222,25 @@ def dequantize(tensor: Tensor) -> Floats:
     if layout is not None:
         return _decode(raw, kind, layout).reshape(shape)
     return _decode_reference(tensor).reshape(shape)
+
+
+def encode_floats(weights: Floats, kind: BlockType) -> tuple[Bytes, Rounding]:
+    """Flat float32 weights as f32, f16 or bf16 bytes, rounded to nearest even, and what was rounded.
+
+    Raises ValueError for another type, or a weight that is too large for f16.
+    """
+    if kind.number == 0:
+        return np.ascontiguousarray(weights, "<f4").view(np.uint8), Rounding(0, weights.size)
+    if kind.number == 1:
+        half = _narrow(weights, "<f2")
+        return half.view(np.uint8), Rounding.between(weights, half.astype(np.float32))
+    if kind.number != _BF16:
+        raise ValueError(f"{kind} is not one of f32, f16, bf16")
+    bits = np.ascontiguousarray(weights, "<f4").view("<u4").astype(np.uint64)
+    top = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    quiet = ((bits >> 16) | 64).astype("<u2")  # a NaN whose low bits are cut must not become inf
+    top = np.where(np.isnan(weights), quiet, top).astype("<u2")
+    return top.view(np.uint8), Rounding.between(weights, (top.astype("<u4") << 16).view("<f4"))
 
 
 def _decode(raw: Bytes, kind: BlockType, layout: _Layout) -> Floats:

@@ -65,7 +65,15 @@ class StringArray(Sequence["str | bytes"]):
         return decode_text(self.raw(index))
 
     def __iter__(self) -> Iterator[str | bytes]:
-        return map(decode_text, self.raws())
+        if not len(self.starts):
+            return iter(())
+        low, starts, ends = self._span()
+        region = self._data[low : low + int(ends.max())].tobytes()
+        pairs = zip(starts.tolist(), ends.tolist(), strict=True)
+        try:
+            return iter([region[start:end].decode() for start, end in pairs])
+        except UnicodeDecodeError:
+            return map(decode_text, self.raws())
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, StringArray):
@@ -78,6 +86,11 @@ class StringArray(Sequence["str | bytes"]):
 
     def __repr__(self) -> str:
         return f"<StringArray of {len(self)} texts>"
+
+    @property
+    def data(self) -> Bytes:
+        """The bytes that `starts` and `lengths` point into."""
+        return self._data
 
     def raw(self, index: int) -> bytes:
         """The bytes of text ``index``."""

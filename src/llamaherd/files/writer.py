@@ -18,6 +18,7 @@ from llamaherd.errors import InvalidParameterError, UnsupportedFileError
 from llamaherd.files.atomic import replacing, require_space
 from llamaherd.files.metadata import Metadata, TypedValue, Value, ValueType, to_typed
 from llamaherd.files.model_file import Tensor
+from llamaherd.files.pieces import write_pieces
 from llamaherd.files.strings import StringArray
 
 __all__ = ["Progress", "encode_header", "split_path", "write_gguf"]
@@ -25,7 +26,6 @@ __all__ = ["Progress", "encode_header", "split_path", "write_gguf"]
 Progress: TypeAlias = Callable[[int, int], None]
 """Called as (bytes written, bytes in all) after every piece of at most 8 MiB."""
 
-_PIECE = 8 << 20
 _VERSION = 3
 
 
@@ -172,15 +172,12 @@ def _parts(
 def _write_tensor(file: BinaryIO, tensor: Tensor, alignment: int) -> Iterator[int]:
     """Write one tensor and its padding; yields the bytes of each piece written."""
     expected = tensor.nbytes
-    view = tensor.raw.data
-    if view.nbytes != expected:
+    raw = tensor.raw
+    if raw.nbytes != expected:
         raise InvalidParameterError(
-            "tensors", tensor.name, f"its data have {view.nbytes} bytes where {expected} were announced"
+            "tensors", tensor.name, f"its data have {raw.nbytes} bytes where {expected} were announced"
         )
-    for start in range(0, expected, _PIECE):
-        piece = view[start : start + _PIECE]
-        file.write(piece)
-        yield piece.nbytes
+    yield from write_pieces(file, raw)
     padding = _padded(expected, alignment) - expected
     if padding:
         file.write(bytes(padding))
@@ -192,7 +189,7 @@ def _padded(size: int, alignment: int) -> int:
 
 
 def _text(text: str | bytes) -> bytes:
-    raw = text.encode("utf-8") if isinstance(text, str) else text
+    raw = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
     return struct.pack("<Q", len(raw)) + raw
 
 
@@ -211,13 +208,28 @@ def _array_payload(value: TypedValue) -> bytes:
     items: Any = value.value
     head = struct.pack("<IQ", value.element_type, len(items))
     if value.element_type is ValueType.STRING:
-        raws = items.raws() if isinstance(items, StringArray) else (_raw(text) for text in items)
-        length = struct.Struct("<Q").pack
-        return head + b"".join(part for raw in raws for part in (length(len(raw)), raw))
+        return head + _packed(items if isinstance(items, StringArray) else StringArray.from_texts(items))
     if value.element_type is ValueType.ARRAY:
         return head + b"".join(_array_payload(inner) for inner in items)
     return head + np.asarray(items, value.element_type.dtype).tobytes()
 
 
-def _raw(text: str | bytes) -> bytes:
-    return text.encode("utf-8") if isinstance(text, str) else text
+def _packed(texts: StringArray) -> bytes:
+    """Each text after its length; copied whole where they lie so already, else all placed at once."""
+    lengths = texts.lengths
+    if not len(texts):
+        return b""
+    low = int(texts.starts[0]) - 8
+    if low >= 0 and np.all(texts.starts[1:] - texts.starts[:-1] - lengths[:-1] == 8):
+        region = texts.data[low : int(texts.starts[-1] + lengths[-1])]
+        before = (texts.starts - 8 - low)[:, None] + np.arange(8)
+        if np.array_equal(region[before].reshape(-1).view("<i8"), lengths):
+            return region.tobytes()
+    heads = np.cumsum(lengths + 8) - lengths - 8
+    places = (heads[:, None] + np.arange(8)).reshape(-1)
+    out = np.empty(int(lengths.sum()) + 8 * len(texts), np.uint8)
+    is_text = np.ones(len(out), np.bool_)
+    is_text[places] = False
+    out[places] = lengths.astype("<i8").view(np.uint8)
+    out[is_text] = np.frombuffer(b"".join(texts.raws()), np.uint8)
+    return out.tobytes()

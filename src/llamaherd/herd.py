@@ -1,0 +1,199 @@
+"""A herd: many sequences over one model, for threads and for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from types import TracebackType
+from typing import Any
+
+from .config import SamplingConfig, SchedulerConfig
+from .engine.context import Context
+from .engine.model import Model
+from .engine.protocol import Engine
+from .errors import ClosedError
+from .scheduler.handle import Handle
+from .scheduler.loop import Scheduler, SchedulerStats
+from .suggestions import suggest
+from .types import Event, Failed, Finished, GenerationRequest, Prompt, Suggestion
+
+__all__ = ["Herd"]
+
+_MOST_SEQUENCES = 256
+
+
+class Herd:
+    """Runs requests on a model, many at once, in a thread of its own. Any thread may use it.
+
+    Args:
+        model: a loaded Model, or any Engine (which the herd then closes with itself).
+        max_sequences: candidates that decode at once.
+        max_queue: requests that may wait; one more raises QueueFullError.
+        prefix_cache: keep finished sequences for prompts that begin alike.
+        scheduler: all of the scheduler's settings, in place of the three above.
+        context_params: llama.cpp's own context parameters by their names (``n_ctx``, ``n_threads``,
+            ``type_k``, ``flash_attn_type``, ``kv_unified``, ...). ``n_ctx`` tokens are shared by all
+            sequences (``kv_unified=True``, the default) or split among them.
+
+    Raises:
+        ConfigError: a parameter is unknown or out of range.
+        ContextError: llama.cpp could not make the context.
+    """
+
+    def __init__(
+        self,
+        model: Model | Engine,
+        *,
+        max_sequences: int = 16,
+        max_queue: int = 1024,
+        prefix_cache: bool = True,
+        scheduler: SchedulerConfig | None = None,
+        **context_params: Any,
+    ) -> None:
+        config = scheduler or SchedulerConfig(
+            max_sequences=max_sequences, max_queue=max_queue, prefix_cache=prefix_cache
+        )
+        if isinstance(model, Model):
+            # as many idle sequences for the prefix cache as can run
+            slots = config.max_sequences or max_sequences
+            spare = slots if config.prefix_cache else 0
+            context_params.setdefault("n_seq_max", min(slots + spare, _MOST_SEQUENCES))
+            self.engine: Engine = Context(model, **context_params)
+        elif context_params:
+            raise TypeError(f"an Engine is already made; {', '.join(context_params)} cannot be applied")
+        else:
+            self.engine = model
+        self._scheduler = Scheduler(self.engine, config)
+        self._stop = threading.Event()
+        self._close_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="llamaherd", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------- requests
+
+    def submit(self, request: GenerationRequest) -> Handle:
+        """Queue a request; read its events from the handle, or cancel() it.
+
+        Raises:
+            ClosedError, QueueFullError: the herd is closed; too many requests wait.
+            RequestError, ConfigError: the request cannot be served as it stands.
+        """
+        return self._scheduler.submit(request)
+
+    def generate(self, request: GenerationRequest, timeout: float | None = None) -> Finished:
+        """Run a request to its end. Raises as submit() does, and the error that ended it."""
+        handle = self.submit(request)
+        try:
+            return handle.result(timeout)
+        except BaseException:
+            handle.cancel()
+            raise
+
+    def stream(self, request: GenerationRequest) -> Iterator[Event]:
+        """Token events and one Finished or Failed. Leaving the loop early cancels the request.
+
+        The request is submitted at once, not at the first event. Raises as submit() does.
+        """
+        return _stream(self.submit(request))
+
+    async def astream(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """stream() for asyncio: ``async for event in herd.astream(request)``.
+
+        Ending the iteration early, or cancelling the task, cancels the request.
+        """
+        loop = asyncio.get_running_loop()
+        handle = await loop.run_in_executor(None, self.submit, request)
+        changed = asyncio.Event()
+
+        def notify() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(changed.set)
+
+        handle.listen(notify)
+        try:
+            while True:
+                changed.clear()
+                while (event := handle.poll()) is not None:
+                    yield event
+                    if isinstance(event, (Finished, Failed)):
+                        return
+                await changed.wait()
+        finally:
+            handle.listen(None)
+            handle.cancel()
+
+    def suggest(
+        self,
+        prompt: Prompt,
+        n: int = 8,
+        max_tokens: int = 64,
+        *,
+        sampling: SamplingConfig | None = None,
+        beam: bool = False,
+        **request: Any,
+    ) -> list[Suggestion]:
+        """Distinct, non-empty continuations of a prompt, best first by length-normalised log-probability.
+
+        One prefill, then n sequences decoded together. Samples that come out alike are replaced by
+        further ones, up to 4n in all; if the model has no more to say, fewer than n come back.
+
+        Args:
+            prompt: text, token ids or PromptParts.
+            n: how many; more than max_sequences run in waves.
+            max_tokens: most tokens of each.
+            sampling: how to draw; temperature 0.7 of the whole distribution if not given. With a seed the
+                suggestions are the same each time.
+            beam: exact beam search of width n in place of sampling (deterministic).
+            request: further fields of GenerationRequest (``stop``, ``deadline``, ``client``, ...).
+
+        Raises:
+            As submit() does, and the error that ended the request.
+        """
+        return suggest(self.generate, prompt, n, max_tokens, sampling=sampling, beam=beam, **request)
+
+    # ------------------------------------------------------------------------------- lifetime
+
+    def stats(self) -> SchedulerStats:
+        """A look at what goes on."""
+        return self._scheduler.stats()
+
+    def _run(self) -> None:
+        scheduler = self._scheduler
+        while not self._stop.is_set():
+            try:
+                if not scheduler.step():
+                    # paused readers and deadlines need a look now and then
+                    scheduler.wait(0.05 if scheduler.busy else None)
+            except Exception as error:
+                scheduler.fail_all(error)
+
+    def close(self) -> None:
+        """End all requests with ClosedError, stop the thread and free the context; idempotent."""
+        with self._close_lock:
+            if self._stop.is_set():
+                return
+            self._stop.set()
+        self.engine.abort()
+        self._scheduler.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        with contextlib.suppress(ClosedError):  # if the model was closed first, and the context with it
+            self._scheduler.close()
+        self.engine.close()
+
+    def __enter__(self) -> Herd:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _stream(handle: Handle) -> Iterator[Event]:
+    try:
+        yield from handle
+    finally:
+        handle.cancel()

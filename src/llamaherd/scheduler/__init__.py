@@ -1,0 +1,1 @@
+"""Continuous batching; pure planning, one effectful step."""

@@ -1,0 +1,94 @@
+"""Many distinct ways to go on from one prompt."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from .config import SamplingConfig
+from .errors import ConfigError, InvalidParameterError
+from .types import Completion, Finished, GenerationRequest, Prompt, Suggestion
+
+__all__ = ["DEFAULT_SAMPLING", "rank", "suggest"]
+
+DEFAULT_SAMPLING = SamplingConfig(temperature=0.7, top_k=0, top_p=1.0, min_p=0.0)
+"""What suggestions are drawn with unless told otherwise: the model's own distribution, a little sharper."""
+
+_WAVES = 4
+
+
+def suggest(
+    generate: Callable[[GenerationRequest], Finished],
+    prompt: Prompt,
+    n: int,
+    max_tokens: int,
+    *,
+    sampling: SamplingConfig | None = None,
+    beam: bool = False,
+    keep: Callable[[str], bool] | None = None,
+    **request: Any,
+) -> list[Suggestion]:
+    """Up to n distinct, non-empty suggestions, best first.
+
+    Which samples are drawn depends only on which of the earlier ones came out alike, so the same seed
+    gives the same suggestions whatever the timing.
+
+    Args:
+        generate: runs a request to its end.
+        keep: whether a text is acceptable, beside not being empty.
+        request: further fields of GenerationRequest.
+    """
+    base = sampling or DEFAULT_SAMPLING
+    if n < 1:
+        raise InvalidParameterError("n", n, "an integer >= 1")
+    found: dict[str, Completion] = {}
+    if beam:
+        final = generate(
+            GenerationRequest(prompt, max_tokens=max_tokens, n=n, beams=n, sampling=base, **request)
+        )
+        _collect(found, final.completions, keep)
+        return rank(list(found.values()), n)
+    if base.greedy:
+        raise ConfigError("temperature 0 gives one suggestion only; raise it, or ask for beam search")
+    if base.seed is None:
+        base = base.replace(seed=_fresh_seed())
+    drawn = 0
+    for _ in range(_WAVES):
+        missing = n - len(found)
+        if missing <= 0:
+            break
+        indices = range(drawn, drawn + missing)
+        drawn += missing
+        final = generate(
+            GenerationRequest(
+                prompt, max_tokens=max_tokens, n=drawn, indices=indices, sampling=base, **request
+            )
+        )
+        _collect(found, final.completions, keep)
+        if any(c.finish_reason in ("cancelled", "deadline") for c in final.completions):
+            break
+    return rank(list(found.values()), n)
+
+
+def _collect(
+    found: dict[str, Completion], completions: tuple[Completion, ...], keep: Callable[[str], bool] | None
+) -> None:
+    """Add what is new; of equal texts (after trimming) the more probable one stays."""
+    for completion in completions:
+        text = completion.text.strip()
+        if not text or (keep is not None and not keep(completion.text)):
+            continue
+        known = found.get(text)
+        if known is None or completion.score > known.score:
+            found[text] = completion
+
+
+def rank(completions: list[Completion], n: int) -> list[Suggestion]:
+    """The n best by log-probability per token."""
+    completions.sort(key=lambda c: (-c.score, c.text))
+    return [Suggestion(c.text, c.tokens, c.logprob, c.score, c.finish_reason) for c in completions[:n]]
+
+
+def _fresh_seed() -> int:
+    return secrets.randbits(32)
