@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import StateMismatchError
 from ..files.atomic import replacing
+import itertools
 
 __all__ = ["read", "write"]
 
@@ -59,5 +60,5 @@ def read(path: str | PathLike[str]) -> tuple[list[bytes], NDArray[np.bool_]]:
     if len(data) != start + sum(sizes):
         raise StateMismatchError(path, f"it has {len(data)} bytes, its header says {start + sum(sizes)}")
     ends = np.cumsum([start, *sizes]).tolist()
-    states = [data[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    states = [data[a:b] for a, b in itertools.pairwise(ends)]
     return states, bits.astype(np.bool_)
