@@ -335,7 +335,7 @@ def _parameters(
         given = LlamaCppConfig.from_dict(given)
     if given is not None and not isinstance(given, LlamaCppConfig):
         raise UnsupportedError(
-            f"quantization_config={type(given).__name__}: pass a LlamaCppConfig; the file is what is quantised"
+            f"quantization_config={type(given).__name__}: pass a LlamaCppConfig; the file is quantised"
         )
     return LlamaCppConfig(**{**config.llama_cpp, **(given.parameters if given else {}), **keywords})
 
@@ -368,8 +368,8 @@ def _check_positions(
         row, column = np.argwhere(wrong)[0]
         found = np.broadcast_to(given, mask.shape)[row, column]
         raise RequestError(
-            f"position_ids[{row}, {column}] is {found}, the row goes on at {expected[row, column]}: llama.cpp "
-            "counts tokens one by one; leave position_ids out"
+            f"position_ids[{row}, {column}] is {found}, the row goes on at {expected[row, column]}: llama.cpp"
+            " counts tokens one by one; leave position_ids out"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 
 from ..errors import StateMismatchError
 from ..files.atomic import replacing
-import itertools
 
 __all__ = ["read", "write"]
 
