@@ -35,6 +35,8 @@ COMMANDS = {
     ),
     "export-torch": ("making", "A GGUF model as a transformers checkpoint."),
     "import-torch": ("making", "A transformers checkpoint as GGUF."),
+    "perplexity": ("measure", "Measure how well MODEL predicts the text in FILE (lower is better)."),
+    "compare": ("measure", "Measure what SECOND predicts otherwise than FIRST on the text in FILE."),
 }
 """Command -> its module here, and its line in ``llamaherd --help``."""
 
