@@ -122,6 +122,7 @@ class Token:
 
     ``text`` is what became certain with it: it may be empty (half a character, or the beginning of what
     may be a stop text) or hold text of earlier tokens. Joined, the texts equal the completion's text.
+    ``stop`` is the stop text that ended the candidate with this token, if one did.
     """
 
     index: int
@@ -130,6 +131,7 @@ class Token:
     logprob: float
     top_logprobs: tuple[Logprob, ...] = ()
     finish_reason: FinishReason | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

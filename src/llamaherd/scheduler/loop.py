@@ -496,7 +496,7 @@ class Scheduler:
         elif full:
             reason = "length"
         top = self._top(logits, norm, request.logprobs) if request.logprobs else ()
-        group.handle.push(Token(candidate.index, token, delta.text, logprob, top, reason))
+        group.handle.push(Token(candidate.index, token, delta.text, logprob, top, reason, candidate.stop))
         if reason is not None:
             self._end(candidate, reason)
 
@@ -550,7 +550,7 @@ class Scheduler:
             for i, (token, logprob) in enumerate(zip(beam.tokens, beam.logprobs, strict=True)):
                 last = i == len(beam.tokens) - 1
                 text, reason = (beam.text, hypothesis.reason) if last else ("", None)
-                group.handle.push(Token(rank, token, text, logprob, (), reason))
+                group.handle.push(Token(rank, token, text, logprob, (), reason, hypothesis.stop if last else None))
         self._close(group, Finished(tuple(completions), group.usage(), group.timings()))
 
     def _end(self, candidate: Candidate, reason: FinishReason) -> None:
@@ -624,6 +624,18 @@ class Scheduler:
     def drop_cache(self) -> None:
         """Forget all idle sequences. Not beside step()."""
         self._residency.clear()
+
+    def make_room(self, *, cells: int = 0, sequences: int = 0) -> bool:
+        """Evict idle sequences until that much is free; whether it is. Not beside step()."""
+        return self._residency.make_room(cells=cells, sequences=sequences)
+
+    def idle(self) -> list[tuple[int, NDArray[np.int32]]]:
+        """Idle sequences and their tokens, least recently used first. Not beside step()."""
+        return self._residency.idle()
+
+    def adopt(self, sequence: int, tokens: NDArray[np.int32]) -> None:
+        """Take in a restored sequence for prompts that begin as it does. Not beside step()."""
+        self._residency.adopt(sequence, tokens)
 
     def stats(self) -> SchedulerStats:
         """A look at what goes on."""
