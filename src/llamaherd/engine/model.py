@@ -18,6 +18,7 @@ from ..files.vocabulary import find_duplicate_token
 from ..native import model as native
 from ..native.handles import Handle
 from ..native.library import recent_log
+from .guidance import Guide
 from .vocabulary import Vocabulary
 
 __all__ = ["Model"]
@@ -49,6 +50,7 @@ class Model:
         self.params = dict(params)
         self._facts = native.model_facts(handle)
         self.vocabulary = Vocabulary(handle)
+        self.guide = Guide(self.vocabulary)
 
     @classmethod
     def load(

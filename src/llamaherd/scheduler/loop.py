@@ -496,7 +496,8 @@ class Scheduler:
         elif full:
             reason = "length"
         top = self._top(logits, norm, request.logprobs) if request.logprobs else ()
-        group.handle.push(Token(candidate.index, token, delta.text, logprob, top, reason, candidate.stop))
+        event = Token(candidate.index, token, delta.text, logprob, top, reason, candidate.stop, piece)
+        group.handle.push(event)
         if reason is not None:
             self._end(candidate, reason)
 
@@ -550,7 +551,9 @@ class Scheduler:
             for i, (token, logprob) in enumerate(zip(beam.tokens, beam.logprobs, strict=True)):
                 last = i == len(beam.tokens) - 1
                 text, reason = (beam.text, hypothesis.reason) if last else ("", None)
-                group.handle.push(Token(rank, token, text, logprob, (), reason, hypothesis.stop if last else None))
+                stop = hypothesis.stop if last else None
+                piece = self._piece(group, token)
+                group.handle.push(Token(rank, token, text, logprob, (), reason, stop, piece))
         self._close(group, Finished(tuple(completions), group.usage(), group.timings()))
 
     def _end(self, candidate: Candidate, reason: FinishReason) -> None:

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when libllama is loaded
 
@@ -26,7 +27,8 @@ import zmq
 from ..engine.context import Context
 from ..engine.model import Model
 from ..engine.protocol import Engine
-from ..errors import LlamaherdError, NativeError, UnsupportedError
+from ..errors import LlamaherdError, NativeError, UnknownParameterError, UnsupportedError
+from ..native.params import context_param_names, model_param_names
 from ..scheduler.handle import Handle
 from ..scheduler.loop import Scheduler
 from ..types import Failed, Finished, Usage
@@ -106,10 +108,11 @@ class Worker:
             return engine, wire.ModelInfo(
                 n_vocab=engine.vocabulary.n_tokens, n_ctx=engine.n_ctx, max_sequences=slots
             )
-        model = Model.load(config.model, loras=config.loras, **config.model_params)
+        model_params, context_params = _split(config.params)
+        model = Model.load(config.model, loras=config.loras, **model_params)
         slots = config.scheduler.max_sequences or 16
         spare = slots if config.scheduler.prefix_cache else 0
-        params = {"n_seq_max": min(slots + spare, _MOST_SEQUENCES)} | config.context_params
+        params = {"n_seq_max": min(slots + spare, _MOST_SEQUENCES)} | context_params
         context = Context(model, **params)
         return context, _info(model, context, min(slots, context.n_seq_max))
 
@@ -297,6 +300,18 @@ class Worker:
         time.sleep(0.05)
 
 
+def _split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Model and context parameters. Raises UnknownParameterError for what is neither."""
+    of_model, of_context = model_param_names(), context_param_names()
+    for name in params:
+        if name not in of_model and name not in of_context:
+            raise UnknownParameterError(name, [*of_model, *of_context], of="llama.cpp")
+    return (
+        {name: value for name, value in params.items() if name in of_model},
+        {name: value for name, value in params.items() if name not in of_model},
+    )
+
+
 def _info(model: Model, context: Context, max_sequences: int) -> wire.ModelInfo:
     vocabulary = model.vocabulary
 
@@ -317,6 +332,7 @@ def _info(model: Model, context: Context, max_sequences: int) -> wire.ModelInfo:
         tool_template=model.chat_template("tool_use"),
         bos=text(vocabulary.bos),
         eos=text(vocabulary.eos),
+        pad=text(vocabulary.pad),
         add_bos=vocabulary.add_bos,
         control_texts=tuple(vocabulary.control_texts()),
     )

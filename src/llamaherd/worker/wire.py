@@ -62,7 +62,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: path of the model file.
-        model_params, context_params: llama.cpp's own parameters by their names.
+        params: llama.cpp's own model and context parameters by their names.
         loras: adapters to apply.
         scheduler: how the engine is shared.
         engine: ``"module:function"`` of an Engine of your own in place of a model file; it is called
@@ -74,8 +74,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str = ""
-    model_params: dict[str, Any] = {}
-    context_params: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     loras: tuple[LoraConfig, ...] = ()
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: str = ""
@@ -110,6 +109,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tool_template: str | None = None
     bos: str = ""
     eos: str = ""
+    pad: str = ""
     add_bos: bool = False
     control_texts: tuple[str, ...] = ()
 
