@@ -6,8 +6,10 @@ ends that process only, and the test that asked gets a `StockLlamaDiedError`.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import pathlib
 import subprocess
 import sys
 from typing import Any
@@ -75,8 +77,6 @@ def _serve() -> None:
         return list(out[:n])
 
     def detokenize(vocab: Any, tokens: list[int]) -> str:
-        import ctypes
-
         ids = (L.llama_token * max(len(tokens), 1))(*tokens)
         out = ctypes.create_string_buffer(16 * len(tokens) + 64)
         n = L.llama_detokenize(vocab, ids, len(tokens), out, len(out), False, True)
@@ -156,9 +156,93 @@ def _serve() -> None:
             L.llama_batch_free(batch)
             L.llama_free(context)
 
+    base = ctypes.CDLL(str(next((pathlib.Path(L.__file__).parent / "lib").glob("libggml-base.so*"))))
+    base.ggml_get_name.restype, base.ggml_get_name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    base.ggml_nbytes.restype, base.ggml_nbytes.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
+    get = base.ggml_backend_tensor_get
+    get.restype, get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+
+    class Part:
+        """One model of a chain: tokens or hidden states in, hidden states (or logits, if last) out."""
+
+        def __init__(self, path: str, last: bool) -> None:
+            self.model = L.llama_model_load_from_file(path.encode(), L.llama_model_default_params())
+            if not self.model:
+                raise RuntimeError(f"cannot load {path}: {''.join(log)[-1500:]}")
+            self.width, self.last = L.llama_model_n_embd(self.model), last
+            self.n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(self.model))
+            target = f"l_out-{L.llama_model_n_layer(self.model) - 1}".encode()
+            self.hidden: Any = None
+
+            def on_tensor(tensor: int, ask: bool, data: Any) -> bool:
+                if ask:
+                    return bool(base.ggml_get_name(tensor) == target)
+                size = base.ggml_nbytes(tensor)
+                self.hidden = np.empty(size // 4, np.float32)
+                get(tensor, self.hidden.ctypes.data, 0, size)
+                return True
+
+            self.callback = L.ggml_backend_sched_eval_callback(on_tensor)
+            params = L.llama_context_default_params()
+            params.n_ctx, params.n_batch, params.n_ubatch = 512, 64, 64
+            params.n_threads = params.n_threads_batch = 1
+            if not last:
+                params.cb_eval = self.callback
+            self.context = L.llama_init_from_model(self.model, params)
+            if not self.context:
+                raise RuntimeError(f"no context for {path}: {''.join(log)[-1500:]}")
+            self.by_token = L.llama_batch_init(64, 0, 1)
+            self.by_state = L.llama_batch_init(64, self.width, 1)
+
+        def forward(self, x: Any, start: int) -> Any:
+            batch = self.by_token if x.ndim == 1 else self.by_state
+            target = batch.token if x.ndim == 1 else batch.embd
+            x = np.ascontiguousarray(x, np.int32 if x.ndim == 1 else np.float32)
+            ctypes.memmove(target, x.ctypes.data, x.nbytes)
+            batch.n_tokens = len(x)
+            for i in range(len(x)):
+                batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = start + i, 1, 0, 1
+            code = L.llama_decode(self.context, batch)
+            if code:
+                raise RuntimeError(f"llama_decode returned {code}")
+            if self.last:
+                pointer = L.llama_get_logits(self.context)
+                return np.ctypeslib.as_array(pointer, shape=(len(x), self.n_vocab)).copy()
+            if self.hidden is None:
+                raise RuntimeError("this architecture has no l_out")
+            return self.hidden.reshape(len(x), self.width)
+
+        def free(self) -> None:
+            L.llama_free(self.context)
+            L.llama_model_free(self.model)
+
+    def compare(request: dict[str, Any]) -> dict[str, Any]:
+        """The largest difference of logits between a whole model and its slices in a chain."""
+        log.clear()
+        paths = request["parts"]
+        whole = Part(request["path"], True)
+        parts = [Part(path, i == len(paths) - 1) for i, path in enumerate(paths)]
+        try:
+            tokens = np.random.default_rng(0).integers(3, whole.n_vocab, request["n_prompt"])
+            at, worst, spread = 0, 0.0, 0.0
+            for _ in range(request["n"] + 1):
+                exact = whole.forward(tokens, at)
+                x: Any = tokens
+                for part in parts:
+                    x = part.forward(x, at)
+                difference = np.abs(exact - x).max()  # NaN if either has one
+                worst = max(worst, float(difference)) if np.isfinite(difference) else float("inf")
+                spread = max(spread, float(exact.std()))
+                at, tokens = at + len(tokens), exact[-1:].argmax(-1)
+            return {"worst": worst, "spread": spread}
+        finally:
+            for part in (whole, *parts):
+                part.free()
+
     for line in sys.stdin:
         try:
-            result = answer(json.loads(line))
+            request = json.loads(line)
+            result = compare(request) if "parts" in request else answer(request)
         except Exception as error:  # the test must see whatever went wrong
             result = {"error": f"{type(error).__name__}: {error}", "log": "".join(log)[-2000:]}
         sys.stdout.write(f"{_MARK}{json.dumps(result)}\n")

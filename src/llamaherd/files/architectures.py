@@ -78,9 +78,11 @@ class Architecture:
     name: what users call it; gguf: its ``general.architecture``. norm: "rms" or "layer"; norm_bias: its
     norms have one. qkv: "split" or "fused". qk_norm: None, "head" (one head's length) or "row" (all
     heads together). ffn: "gated", "fused" (gate and up in one), "plain" or "experts". head: "own",
-    "tied" (to the token embedding; always) or "either". head_size: a head's length where it is not
-    n_embd / n_heads. rotary: the rotated part of a head. scaled_embedding: the graph multiplies
-    embeddings by sqrt(n_embd). weights replaces the usual list; keys adds hyperparameters.
+    "tied" (to the token embedding; always), "either" or "none". head_size: a head's length where it is
+    not n_embd / n_heads. rotary: the rotated part of a head. scaled_embedding: the graph multiplies
+    embeddings by sqrt(n_embd). ffn_norm_name: where it is not "ffn_norm". leading_dense: layers before
+    the first with experts. sinks: attention has sinks, and experts have biases. weights replaces the
+    usual list; keys adds hyperparameters.
     """
 
     name: str
@@ -107,6 +109,9 @@ class Architecture:
     rotary: float = 1.0
     scaled_embedding: bool = False
     embedding_norm: bool = False
+    ffn_norm_name: str = "ffn_norm"
+    leading_dense: int = 0
+    sinks: bool = False
     weights: Callable[[Architecture, Shape, bool], Iterator[Weight]] | None = None
     keys: Callable[[Shape], Mapping[str, Value]] = field(default=lambda shape: {})
 
@@ -165,7 +170,8 @@ def _transformer(a: Architecture, s: Shape, tied: bool) -> Iterator[Weight]:
         yield Weight("output.bias", (s.n_vocab,), Role.BIAS)
     for layer in range(s.layers):
         yield from _attention(a, s, f"blk.{layer}.")
-        yield from _feed_forward(a, s, f"blk.{layer}.")
+        dense = a.ffn != "experts" or layer < a.leading_dense
+        yield from _feed_forward(a, s, f"blk.{layer}.", dense)
 
 
 def _norm(a: Architecture, name: str, length: int) -> Iterator[Weight]:
@@ -194,17 +200,19 @@ def _attention(a: Architecture, s: Shape, blk: str) -> Iterator[Weight]:
         yield Weight(f"{blk}attn_q_norm.weight", (s.q if row else s.n_head,), Role.SHARP_NORM)
         yield Weight(f"{blk}attn_k_norm.weight", (s.kv if row else s.n_head,), Role.SHARP_NORM)
     yield from _linear(f"{blk}attn_output", s.q, s.n_embd, a.out_bias, Role.RESIDUAL)
+    if a.sinks:
+        yield Weight(f"{blk}attn_sinks.weight", (s.n_heads,), Role.BIAS)
     if a.post_norms:
         yield Weight(f"{blk}post_attention_norm.weight", (s.n_embd,), Role.NORM)
 
 
-def _feed_forward(a: Architecture, s: Shape, blk: str) -> Iterator[Weight]:
+def _feed_forward(a: Architecture, s: Shape, blk: str, dense: bool) -> Iterator[Weight]:
     if a.ffn_norm:
-        yield from _norm(a, f"{blk}ffn_norm", s.n_embd)
-    if a.ffn == "experts":
+        yield from _norm(a, f"{blk}{a.ffn_norm_name}", s.n_embd)
+    if not dense:
         yield from _experts(a, s, blk)
     else:
-        if a.ffn == "gated":
+        if a.ffn in ("gated", "experts"):
             yield from _linear(f"{blk}ffn_gate", s.n_embd, s.n_ff, a.ffn_bias)
         up = 2 * s.n_ff if a.ffn == "fused" else s.n_ff
         yield from _linear(f"{blk}ffn_up", s.n_embd, up, a.ffn_bias)
@@ -219,8 +227,14 @@ def _experts(a: Architecture, s: Shape, blk: str) -> Iterator[Weight]:
     yield Weight(f"{blk}ffn_gate_exps.weight", (s.n_embd, s.n_ff, n))
     yield Weight(f"{blk}ffn_up_exps.weight", (s.n_embd, s.n_ff, n))
     yield Weight(f"{blk}ffn_down_exps.weight", (s.n_ff, s.n_embd, n), Role.RESIDUAL)
+    if a.sinks:
+        yield Weight(f"{blk}ffn_gate_inp.bias", (n,), Role.BIAS)
+        yield Weight(f"{blk}ffn_gate_exps.bias", (s.n_ff, n), Role.BIAS)
+        yield Weight(f"{blk}ffn_up_exps.bias", (s.n_ff, n), Role.BIAS)
+        yield Weight(f"{blk}ffn_down_exps.bias", (s.n_embd, n), Role.BIAS)
     if a.shared_expert:
-        yield Weight(f"{blk}ffn_gate_inp_shexp.weight", (s.n_embd,), Role.BIAS)
+        if not a.leading_dense:
+            yield Weight(f"{blk}ffn_gate_inp_shexp.weight", (s.n_embd,), Role.BIAS)
         yield Weight(f"{blk}ffn_gate_shexp.weight", (s.n_embd, s.n_ff))
         yield Weight(f"{blk}ffn_up_shexp.weight", (s.n_embd, s.n_ff))
         yield Weight(f"{blk}ffn_down_shexp.weight", (s.n_ff, s.n_embd), Role.RESIDUAL)
@@ -396,6 +410,39 @@ _ROWS = [
     Architecture(
         "minicpm", "minicpm", tokenizer="spm",
         keys=lambda s: {"embedding_scale": 2.0, "residual_scale": 0.5, "logit_scale": 1.0},
+    ),
+    Architecture("mistral3", "mistral3", head="own"),
+    Architecture(
+        "starcoder", "starcoder", norm="layer", norm_bias=True, qkv="fused", qkv_bias=True, out_bias=True,
+        ffn="plain", ffn_bias=True, positions="learned",
+    ),
+    Architecture("orion", "orion", tokenizer="spm", norm="layer", norm_bias=True, head="own"),
+    Architecture("xverse", "xverse", tokenizer="spm", head="own"),
+    Architecture("exaone", "exaone"),
+    Architecture("exaone4", "exaone4", attn_norm=False, ffn_norm=False, post_norms=True, qk_norm="head"),
+    Architecture("nemotron", "nemotron", norm="layer", norm_bias=True, ffn="plain", head="own", rotary=0.5),
+    Architecture("chatglm", "chatglm", qkv_bias=True, ffn="fused", rotary=0.5),
+    Architecture("glm4", "glm4", post_norms=True, ffn="fused", rotary=0.5),
+    Architecture(
+        "cohere2", "cohere2", norm="layer", ffn_norm=False, head="tied",
+        keys=lambda s: {"logit_scale": 1.0, "attention.sliding_window": s.sliding_window},
+    ),
+    Architecture("arcee", "arcee", ffn="plain"),
+    Architecture("ernie4_5", "ernie4_5"),
+    Architecture("seed_oss", "seed_oss", qkv_bias=True, ffn_norm_name="post_attention_norm"),
+    Architecture(
+        "gpt-oss", "gpt-oss", qkv_bias=True, out_bias=True, ffn_norm_name="post_attention_norm",
+        ffn="experts", sinks=True, head="own", head_size=32,
+        keys=lambda s: {
+            "attention.sliding_window": s.sliding_window, "expert_feed_forward_length": s.n_ff,
+        },
+    ),
+    Architecture(
+        "deepseek", "deepseek", ffn="experts", shared_expert=True, leading_dense=1, grouped_heads=False,
+        keys=lambda s: {
+            "leading_dense_block_count": 1, "expert_feed_forward_length": s.n_ff,
+            "expert_shared_count": 1, "expert_weights_scale": 1.0,
+        },
     ),
     Architecture("mamba", "mamba", positions="none", weights=_mamba, keys=_mamba_keys),
     Architecture(

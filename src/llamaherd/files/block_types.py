@@ -42,8 +42,9 @@ class BlockType:
         """
         if not self.known:
             raise ValueError(f"the size of tensor type {self.name} is not known")
-        if shape and shape[0] % self.block_size:
-            raise ValueError(f"a row of {shape[0]} is not whole {self.name} blocks of {self.block_size}")
+        row = shape[0] if shape else 1
+        if row % self.block_size:
+            raise ValueError(f"a row of {row} is not whole {self.name} blocks of {self.block_size}")
         return prod(shape) // self.block_size * self.block_bytes
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from llamaherd.errors import UnsupportedFileError
 from llamaherd.files.block_types import BlockType
 from llamaherd.files.model_file import Tensor
 
-__all__ = ["Rounding", "can_repack", "dequantize", "repack", "scales"]
+__all__ = ["Rounding", "can_repack", "dequantize", "encode_floats", "repack", "scales"]
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -66,6 +66,20 @@ class Rounding:
     changed: int = 0
     count: int = 0
     largest: float = 0.0
+
+    @classmethod
+    def between(cls, before: Floats, after: Floats) -> Rounding:
+        """What storing ``before`` as ``after`` changed. Raises ValueError where a number became infinite."""
+        finite = np.isfinite(before)
+        lost = finite & ~np.isfinite(after)
+        if lost.any():
+            raise ValueError(f"{before[lost][0]:g} is too large for it")
+        changed = (after != before) & finite
+        if not changed.any():
+            return cls(0, before.size)
+        old = before[changed]
+        largest = float(np.max(np.abs(after[changed] - old) / np.abs(old)))
+        return cls(int(changed.sum()), before.size, largest)
 
     def __add__(self, other: Rounding) -> Rounding:
         return Rounding(
@@ -126,7 +140,7 @@ def _pack(blocks: _Blocks, kind: BlockType, layout: _Layout) -> Bytes:
         return out.reshape(-1)
     if layout.bits == 5:
         out[:, at : at + 4] = np.packbits(q >> 4, axis=1, bitorder="little")
-        q = q & 15
+        q = np.bitwise_and(q, np.uint8(15))
         at += 4
     half = kind.block_size // 2
     low, high = (q[:, 0::2], q[:, 1::2]) if layout.pairs else (q[:, :half], q[:, half:])
@@ -175,16 +189,10 @@ def repack(raw: Bytes, source: BlockType, target: BlockType) -> tuple[Bytes, Rou
 
 
 def _rounding(values: Floats, dtype: str) -> Rounding:
-    stored = _narrow(values, dtype).astype(np.float32)
-    lost = np.isfinite(values) & ~np.isfinite(stored)
-    if lost.any():
-        raise ValueError(f"the scale {values[lost][0]:g} does not fit an f16; convert to f32 instead")
-    changed = (stored != values) & np.isfinite(values)
-    if not changed.any():
-        return Rounding(0, len(values))
-    old = values[changed]
-    largest = float(np.max(np.abs(stored[changed] - old) / np.abs(old)))
-    return Rounding(int(changed.sum()), len(values), largest)
+    try:
+        return Rounding.between(values, _narrow(values, dtype).astype(np.float32))
+    except ValueError as error:
+        raise ValueError(f"a scale does not fit an f16 ({error}); convert to f32 instead") from None
 
 
 # ------------------------------------------------------------------------------------- decoding
@@ -195,7 +203,12 @@ _MXFP4 = 39
 
 
 def dequantize(tensor: Tensor) -> Floats:
-    """See `Tensor.dequantize`."""
+    """See `Tensor.dequantize`. Damaged scales give NaN or infinite weights, without a warning."""
+    with np.errstate(all="ignore"):
+        return _dequantize(tensor)
+
+
+def _dequantize(tensor: Tensor) -> Floats:
     raw, kind = tensor.raw, tensor.type
     shape = tensor.shape[::-1]
     order = ">" if tensor.big_endian else "<"
@@ -212,6 +225,25 @@ def dequantize(tensor: Tensor) -> Floats:
     if layout is not None:
         return _decode(raw, kind, layout).reshape(shape)
     return _decode_reference(tensor).reshape(shape)
+
+
+def encode_floats(weights: Floats, kind: BlockType) -> tuple[Bytes, Rounding]:
+    """Flat float32 weights as f32, f16 or bf16 bytes, rounded to nearest even, and what was rounded.
+
+    Raises ValueError for another type, or a weight that is too large for f16.
+    """
+    if kind.number == 0:
+        return np.ascontiguousarray(weights, "<f4").view(np.uint8), Rounding(0, weights.size)
+    if kind.number == 1:
+        half = _narrow(weights, "<f2")
+        return half.view(np.uint8), Rounding.between(weights, half.astype(np.float32))
+    if kind.number != _BF16:
+        raise ValueError(f"{kind} is not one of f32, f16, bf16")
+    bits = np.ascontiguousarray(weights, "<f4").view("<u4").astype(np.uint64)
+    top = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    quiet = ((bits >> 16) | 64).astype("<u2")  # a NaN whose low bits are cut must not become inf
+    top = np.where(np.isnan(weights), quiet, top).astype("<u2")
+    return top.view(np.uint8), Rounding.between(weights, (top.astype("<u4") << 16).view("<f4"))
 
 
 def _decode(raw: Bytes, kind: BlockType, layout: _Layout) -> Floats:

@@ -5,7 +5,6 @@ The metadata shown are the header's own fields, plus ``tokens`` and, where the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,29 +18,21 @@ from llamaherd.files.legacy import (
     FLOATS,
     HEADERS,
     MAGICS,
+    SPLIT_BY_COLUMNS,
     VERSIONS,
     block_era,
     fits_architecture,
 )
-from llamaherd.files.mapped import Cursor, MappedFile
+from llamaherd.files.mapped import Cursor, MappedFile, Report, strict
 from llamaherd.files.metadata import Metadata, TypedValue, Value, ValueType
 from llamaherd.files.model_file import Bytes, ModelFile, Tensor
 from llamaherd.files.strings import StringArray, scan_strings
 
 __all__ = ["open_legacy"]
 
-Report = Callable[[MalformedFileError], None]
 
 _MAX_DIMS = 2
 _MAX_PARTS = 64
-
-# split along a row (ne[0]) over the parts of a model; other matrices are split by rows
-_SPLIT_BY_COLUMNS = ("tok_embeddings.weight", "attention.wo.weight", "feed_forward.w2.weight")
-
-
-def strict(fault: MalformedFileError) -> None:
-    """The default way to report a fault: refuse the file."""
-    raise fault
 
 
 @dataclass
@@ -104,6 +95,7 @@ def open_legacy(file: MappedFile, *, architecture: str | None = None, report: Re
 def _infer(file: MappedFile, container: str, version: int | None, start: int) -> str:
     """The architecture whose header, vocabulary and first tensor's name fit the file."""
     first_error: MalformedFileError | None = None
+    readable = False
     for architecture in HEADERS:
         part = _Part(file, container, version, architecture)
         cursor = file.cursor(start)
@@ -117,7 +109,8 @@ def _infer(file: MappedFile, container: str, version: int | None, start: int) ->
             continue
         if fits_architecture(name, architecture):
             return architecture
-    if first_error is not None:
+        readable = True
+    if first_error is not None and not readable:
         raise first_error
     raise UnsupportedFileError(
         file.path,
@@ -286,7 +279,7 @@ def _join(parts: list[_Part], report: Report) -> dict[str, Tensor]:
         if len(first.shape) == 1:
             joined[name] = first  # every part has a copy
         else:
-            joined[name] = _joined(first, same, by_columns=name.endswith(_SPLIT_BY_COLUMNS))
+            joined[name] = _joined(first, same, by_columns=name.endswith(SPLIT_BY_COLUMNS))
     return joined
 
 

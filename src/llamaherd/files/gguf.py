@@ -22,7 +22,7 @@ from llamaherd.errors import (
     UnsupportedFileError,
 )
 from llamaherd.files.block_types import block_type
-from llamaherd.files.mapped import Cursor, MappedFile
+from llamaherd.files.mapped import Cursor, MappedFile, Report, strict
 from llamaherd.files.metadata import Metadata, TypedValue, Value, ValueType
 from llamaherd.files.model_file import ModelFile, Tensor
 from llamaherd.files.strings import StringArray, decode_text, scan_strings
@@ -36,13 +36,7 @@ _MAX_DIMS = 4  # GGML_MAX_DIMS
 _MAX_ALIGNMENT = 1 << 24
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$", re.DOTALL)
 
-Report = Callable[[MalformedFileError], None]
 Loaders = dict[str, tuple[ValueType, "ValueType | None", Callable[[], Value]]]
-
-
-def strict(fault: MalformedFileError) -> None:
-    """The default way to report a fault: refuse the file."""
-    raise fault
 
 
 @dataclass
@@ -275,13 +269,14 @@ def _place(part: Part, record: _Record, next_offset: int | None, report: Report)
     """The tensor of a record, if its data lies inside the file; otherwise the fault is reported."""
     file, kind = part.file, block_type(record.number)
     available = file.size - part.data_start
+    row = record.shape[0] if record.shape else 1
     problem = None
     if prod(record.shape) >= 1 << 63:
         problem = f"has shape {record.shape}, more elements than 63 bits can count"
     elif record.offset > available:
         problem = f"starts {record.offset} bytes into the data, which has {available}"
-    elif kind.known and record.shape and record.shape[0] % kind.block_size:
-        problem = f"has rows of {record.shape[0]}, not whole {kind} blocks of {kind.block_size}"
+    elif kind.known and row % kind.block_size:
+        problem = f"has rows of {row}, not whole {kind} blocks of {kind.block_size}"
     if problem is None:
         if kind.known:
             nbytes = kind.nbytes(record.shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["ERA_NAMES", "HEADERS", "MAGICS", "VERSIONS", "block_era", "fits_architecture"]
+__all__ = ["HEADERS", "MAGICS", "SPLIT_BY_COLUMNS", "VERSIONS", "block_era", "fits_architecture"]
 
 MAGICS = {b"lmgg": "ggml", b"fmgg": "ggmf", b"tjgg": "ggjt", b"algg": "ggla"}
 """The first four bytes (a little-endian u32 such as 0x67676d6c) of each container."""
@@ -49,7 +49,8 @@ _TENSOR_NAMES = {
 }
 _PATTERNS = {arch: re.compile(pattern) for arch, pattern in _TENSOR_NAMES.items()}
 
-ERA_NAMES = {1: "the blocks of GGML, GGMF and GGJT 1", 2: "the blocks of GGJT 2", 3: "today's blocks"}
+SPLIT_BY_COLUMNS = ("tok_embeddings.weight", "attention.wo.weight", "feed_forward.w2.weight")
+"""Matrices whose rows are cut (along ne[0]) in a model of several parts; others are cut between rows."""
 
 _FTYPE_FACTOR = 1000  # ftype = quantisation version * 1000 + format (ggml's GGML_QNT_VERSION_FACTOR)
 _QUANTIZATION_VERSION_ERAS = {1: 2, 2: 3}

@@ -25,7 +25,15 @@ from llamaherd.errors import (
     TruncatedFileError,
 )
 
-__all__ = ["Cursor", "MappedFile"]
+__all__ = ["Cursor", "MappedFile", "Report", "strict"]
+
+Report = Callable[[MalformedFileError], None]
+"""Called by the readers for each fault after which reading can go on."""
+
+
+def strict(fault: MalformedFileError) -> None:
+    """The usual `Report`: refuse the file."""
+    raise fault
 
 
 class MappedFile:

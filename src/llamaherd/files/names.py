@@ -137,5 +137,5 @@ def legacy_name(name: str, architecture: str) -> str | None:
 
 def layer_of(name: str) -> int | None:
     """The layer that the tensor GGUF calls ``name`` belongs to; None for tensors of the whole model."""
-    found = re.match(r"blk\.(\d+)\.", name)
+    found = re.match(r"(?:enc\.|dec\.)?blk\.(\d+)\.", name)
     return int(found[1]) if found else None

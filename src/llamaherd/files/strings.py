@@ -79,6 +79,11 @@ class StringArray(Sequence["str | bytes"]):
     def __repr__(self) -> str:
         return f"<StringArray of {len(self)} texts>"
 
+    @property
+    def data(self) -> Bytes:
+        """The bytes that `starts` and `lengths` point into."""
+        return self._data
+
     def raw(self, index: int) -> bytes:
         """The bytes of text ``index``."""
         start = int(self.starts[index])

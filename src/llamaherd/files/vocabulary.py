@@ -76,7 +76,7 @@ def _spm(raws: list[bytes], scores: npt.NDArray[np.float32] | None) -> dict[str,
         texts.append(text)
         types.append(kind)
     if scores is None:
-        scores = -np.maximum(np.arange(len(raws)) - _FIRST_PIECE, 0).astype(np.float32)
+        scores = np.minimum(_FIRST_PIECE - np.arange(len(raws)), 0).astype(np.float32)
     keys: dict[str, TypedValue] = {
         "model": TypedValue(ValueType.STRING, "llama"),
         "pre": TypedValue(ValueType.STRING, "default"),

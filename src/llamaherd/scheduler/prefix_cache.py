@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Match", "PrefixCache", "common_prefix"]
+__all__ = ["LogitsCache", "Match", "PrefixCache", "best_match", "common_prefix"]
 
 Tokens = NDArray[np.int32]
 
@@ -47,6 +48,7 @@ def best_match(wanted: Tokens, holders: Iterable[tuple[int, Tokens]], *, whole: 
 class _Entry:
     tokens: Tokens
     used: int
+    keeping: int
 
 
 class PrefixCache:
@@ -62,10 +64,15 @@ class PrefixCache:
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._entries
 
-    def put(self, sequence: int, tokens: Sequence[int] | Tokens) -> None:
-        """Keep an idle sequence that holds these tokens."""
+    def put(self, sequence: int, tokens: Sequence[int] | Tokens) -> int:
+        """Keep an idle sequence that holds these tokens; a number that names this keeping."""
         self._clock += 1
-        self._entries[sequence] = _Entry(np.asarray(tokens, np.int32), self._clock)
+        self._entries[sequence] = _Entry(np.asarray(tokens, np.int32), self._clock, self._clock)
+        return self._clock
+
+    def holds(self, sequence: int, keeping: int) -> bool:
+        """Whether the sequence is still idle since that put()."""
+        return sequence in self._entries and self._entries[sequence].keeping == keeping
 
     def take(self, sequence: int) -> None:
         """The sequence is in use again, or gone."""
@@ -93,3 +100,34 @@ class PrefixCache:
         """The least recently used sequence (other than ``but``), to be evicted next."""
         rest = [(entry.used, sequence) for sequence, entry in self._entries.items() if sequence != but]
         return min(rest)[1] if rest else None
+
+
+class LogitsCache:
+    """The logits after the last few prompts.
+
+    A prompt that comes again, as an editor's does, then needs no computation before its first tokens, and
+    gives the same ones: recomputing its last token alone would round differently.
+    """
+
+    def __init__(self, limit: int = 32) -> None:
+        self._limit = limit
+        self._rows: collections.OrderedDict[bytes, NDArray[np.float32]] = collections.OrderedDict()
+
+    def get(self, prompt: Tokens) -> NDArray[np.float32] | None:
+        """The logits [n_vocab] after a prompt, if they are known."""
+        key = prompt.tobytes()
+        row = self._rows.get(key)
+        if row is not None:
+            self._rows.move_to_end(key)
+        return row
+
+    def put(self, prompt: Tokens, row: NDArray[np.float32]) -> None:
+        """Keep the logits after a prompt; the least recently used ones give way."""
+        self._rows[prompt.tobytes()] = row
+        self._rows.move_to_end(prompt.tobytes())
+        while len(self._rows) > self._limit:
+            self._rows.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self._rows.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,8 @@ from .prefix_cache import PrefixCache, best_match
 __all__ = ["Residency"]
 
 Tokens = NDArray[np.int32]
+Kept: TypeAlias = tuple[int, int]
+"""An idle sequence and the number of its keeping."""
 
 
 class Residency:
@@ -55,19 +58,32 @@ class Residency:
             oldest = self.cache.oldest(but)
             if oldest is None:
                 return False
-            self.cache.take(oldest)
-            memory.release(oldest)
+            self._drop(oldest)
         return True
 
-    def retire(self, sequence: int, tokens: Tokens, *, keep: bool = True) -> None:
-        """Take a sequence that holds ``tokens`` out of use, and keep it idle if it may be of use again."""
-        if not (self._keep and keep and len(tokens)):
+    def retire(self, sequence: int, tokens: Tokens, *, keep: bool = True) -> Kept | None:
+        """Take a sequence that holds ``tokens`` out of use; ``keep`` it idle as long as there is room."""
+        if not (keep and len(tokens)):
             self._memory.release(sequence)
-            return
+            return None
         for covered in self.cache.covered_by(tokens):
-            self.cache.take(covered)
-            self._memory.release(covered)
-        self.cache.put(sequence, tokens)
+            self._drop(covered)
+        return sequence, self.cache.put(sequence, tokens)
+
+    def settle(self, kept: Iterable[Kept]) -> None:
+        """Of one request's idle sequences leave one, or none where no prefix cache is wanted.
+
+        All hold the prompt, and beyond it little that is of use again. They are not released one by one
+        as they finish: llama.cpp would put later tokens of their siblings into the gaps, and its sums over
+        the cells, hence its rounding, would depend on the order of endings.
+        """
+        there = [sequence for sequence, keeping in kept if self.cache.holds(sequence, keeping)]
+        for sequence in there[1 if self._keep else 0 :]:
+            self._drop(sequence)
+
+    def _drop(self, sequence: int) -> None:
+        self.cache.take(sequence)
+        self._memory.release(sequence)
 
     def idle(self) -> list[tuple[int, Tokens]]:
         """Idle sequences and their tokens, least recently used first."""
@@ -80,5 +96,4 @@ class Residency:
     def clear(self) -> None:
         """Release every idle sequence."""
         for sequence, _ in self.cache.holders():
-            self.cache.take(sequence)
-            self._memory.release(sequence)
+            self._drop(sequence)

@@ -12,6 +12,7 @@ from ..engine.protocol import FloatArray, TokenSampler
 from ..types import Completion, FinishReason, GenerationRequest, Timings, Usage
 from .beam import BeamSearch
 from .handle import Handle
+from .residency import Kept
 from .text import TextStream
 
 __all__ = ["Candidate", "Group"]
@@ -93,6 +94,7 @@ class Group:
         end_tokens: tokens that end a candidate.
         seed: of all draws.
         prompt_logits: the logits after the prompt, once it is computed, while candidates wait for them.
+        idle: sequences of candidates that have finished.
         beam: the search, of a request with beams; its running beams are ``candidates``.
     """
 
@@ -106,6 +108,7 @@ class Group:
     candidates: list[Candidate] = field(default_factory=list)
     prompt_logits: FloatArray | None = None
     beam: BeamSearch | None = None
+    idle: list[Kept] = field(default_factory=list)
     cached_tokens: int | None = None
     submitted: float = field(default_factory=time.monotonic)
     started: float | None = None
@@ -123,8 +126,13 @@ class Group:
 
     @property
     def can_start(self) -> bool:
-        """Whether a waiting candidate may start: the first, or any once the prompt is computed."""
-        return bool(self.waiting) and (not self.running or self.prompt_computed)
+        """Whether a waiting candidate may start: the first, or any once the prompt is computed.
+
+        Beams start together, from the first.
+        """
+        if not self.running:
+            return bool(self.waiting)
+        return self.beam is None and self.prompt_computed and bool(self.waiting)
 
     @property
     def prompt_computed(self) -> bool:
@@ -141,6 +149,12 @@ class Group:
         """Sequences that it holds or has reserved."""
         running = len(self.running)
         return self.beam.width if self.beam is not None and running else running
+
+    def close_samplers(self) -> None:
+        """Free what the candidates' samplers hold."""
+        for candidate in self.candidates:
+            if candidate.sampler is not None:
+                candidate.sampler.close()
 
     def past_deadline(self, now: float) -> bool:
         """Whether its deadline has passed."""

@@ -51,13 +51,12 @@ class TextStream:
         return copy
 
     def _find(self) -> tuple[int, str] | None:
-        """The earliest stop text; of several at one place the longest."""
-        hits = [(self._held.find(s), -len(s), s) for s in self._stop]
-        hits = [hit for hit in hits if hit[0] >= 0]
+        """The stop text that is complete first, wherever tokens end; of several the longest."""
+        hits = [(self._held.find(s) + len(s), -len(s), s) for s in self._stop if s in self._held]
         if not hits:
             return None
-        start, _, stop = min(hits)
-        return start, stop
+        end, _, stop = min(hits)
+        return end - len(stop), stop
 
     def _possible_beginning(self) -> int:
         """Length of the longest end of the held text that begins a stop text."""

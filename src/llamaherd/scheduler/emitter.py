@@ -1,0 +1,199 @@
+"""From logits to tokens, text, events and endings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..engine.protocol import Engine, FloatArray
+from ..errors import LlamaherdError
+from ..logits import check_finite, log_normalizers, top_k
+from ..types import Completion, Failed, Finished, FinishReason, Logprob, Token
+from .draws import uniform
+from .intake import Intake
+from .residency import Residency
+from .sequence import Candidate, Group
+
+__all__ = ["Emitter"]
+
+
+class Emitter:
+    """Advances candidates by a token, and ends them.
+
+    ``groups`` are the open requests by key; a request that ends is taken out of it.
+    """
+
+    def __init__(
+        self, engine: Engine, intake: Intake, residency: Residency, groups: dict[int, Group]
+    ) -> None:
+        self._memory = engine.memory
+        self._vocabulary = engine.vocabulary
+        self._intake = intake
+        self._residency = residency
+        self._groups = groups
+
+    # ------------------------------------------------------------------------------- advancing
+
+    def advance(self, candidates: Sequence[Candidate], logits: FloatArray) -> None:
+        """Turn each candidate's logits (row by row) into its next token; those of beams all together."""
+        norms = log_normalizers(logits)
+        beams: dict[int, list[int]] = {}
+        for row, candidate in enumerate(candidates):
+            group = candidate.group
+            if candidate.finish_reason is not None or group.key not in self._groups:
+                continue
+            try:
+                check_finite(logits[row])
+                if group.beam is not None:
+                    beams.setdefault(group.key, []).append(row)
+                else:
+                    self._next_token(candidate, logits[row], float(norms[row]))
+            except LlamaherdError as error:
+                self.fail(group, error)
+        for key, rows in beams.items():
+            if key in self._groups:
+                self._advance_beams(self._groups[key], [candidates[r] for r in rows], logits[rows])
+
+    def _next_token(self, candidate: Candidate, logits: FloatArray, norm: float) -> None:
+        group, request = candidate.group, candidate.group.request
+        allowed = logits
+        if request.ignore_eos:
+            allowed = logits.copy()
+            allowed[list(self._vocabulary.end_tokens)] = -np.inf
+        sampler = self._intake.sampler(candidate)
+        token = sampler.sample(allowed, uniform(group.seed, candidate.index, len(candidate.tokens)))
+        sampler.accept(token)
+        self._note_first_token(group)
+        logprob = float(logits[token]) - norm
+        candidate.tokens.append(token)
+        candidate.logprobs.append(logprob)
+        ends = token in group.end_tokens
+        full = len(candidate.tokens) >= group.max_tokens
+        piece = self._intake.piece(group, token)
+        delta = candidate.stream.push(piece, final=ends or full)
+        candidate.text += delta.text
+        reason: FinishReason | None = None
+        if ends or delta.stop is not None:
+            reason, candidate.stop = "stop", delta.stop
+        elif full:
+            reason = "length"
+        top = self._top(logits, norm, request.logprobs) if request.logprobs else ()
+        event = Token(candidate.index, token, delta.text, logprob, top, reason, candidate.stop, piece)
+        group.handle.push(event)
+        if reason is not None:
+            self._end(candidate, reason)
+
+    @staticmethod
+    def _note_first_token(group: Group) -> None:
+        if group.first_token is None:
+            group.first_token = time.monotonic()
+
+    def _top(self, logits: FloatArray, norm: float, k: int) -> tuple[Logprob, ...]:
+        piece = self._vocabulary.piece
+        return tuple(Logprob(int(t), piece(int(t)), float(logits[t]) - norm) for t in top_k(logits, k))
+
+    # ----------------------------------------------------------------------------------- beams
+
+    def _advance_beams(self, group: Group, lanes: list[Candidate], logits: FloatArray) -> None:
+        """Let the search choose, and give each new beam its parent's sequence, or a fork of it."""
+        assert group.beam is not None
+        self._note_first_token(group)
+        parents = group.beam.advance(logits)
+        if not parents:
+            completions = self._hypotheses(group)
+            for completion in completions:
+                self._push_all(group, completion)
+            self._close(group, Finished(completions, group.usage(), group.timings()))
+            return
+        for i, lane in enumerate(lanes):
+            if i not in parents:
+                self.vacate(lane, keep=False)
+        taken: set[int] = set()
+        successors: list[Candidate] = []
+        for beam, parent in zip(group.beam.running, parents, strict=True):
+            lane = lanes[parent]
+            assert lane.sequence is not None
+            sequence = lane.sequence
+            if parent in taken:
+                self._residency.make_room(sequences=1)
+                sequence = self._memory.fork(lane.sequence)
+            taken.add(parent)
+            successor = Candidate(group, len(successors), beam.stream, tokens=list(beam.tokens))
+            successor.sequence, successor.computed = sequence, lane.computed
+            successor.started = lane.started
+            successors.append(successor)
+        group.candidates = successors
+
+    def _hypotheses(self, group: Group) -> tuple[Completion, ...]:
+        """What a beam search has found so far, best first."""
+        assert group.beam is not None
+        return tuple(
+            Completion(rank, h.beam.text, h.beam.tokens, h.beam.logprobs, h.reason, h.stop)
+            for rank, h in enumerate(group.beam.best(group.request.n))
+        )
+
+    def _push_all(self, group: Group, completion: Completion) -> None:
+        """A completion's tokens as events; all of its text comes with the last one."""
+        last = len(completion.tokens) - 1
+        for i, (token, logprob) in enumerate(zip(completion.tokens, completion.logprobs, strict=True)):
+            text, reason = (completion.text, completion.finish_reason) if i == last else ("", None)
+            stop = completion.stop if i == last else None
+            piece = self._intake.piece(group, token)
+            group.handle.push(Token(completion.index, token, text, logprob, (), reason, stop, piece))
+
+    # ---------------------------------------------------------------------------------- ending
+
+    def _end(self, candidate: Candidate, reason: FinishReason) -> None:
+        """A candidate is complete; the request is when all are."""
+        group = candidate.group
+        candidate.finish_reason = reason
+        self.vacate(candidate)
+        if candidate.sampler is not None:
+            candidate.sampler.close()
+        if all(c.finish_reason is not None for c in group.candidates):
+            self._close(group, Finished(_completions(group), group.usage(), group.timings()))
+
+    def end_all(self, group: Group, reason: FinishReason) -> None:
+        """End a request as far as it has come."""
+        if group.beam is not None:
+            completions = self._hypotheses(group)
+        else:
+            for candidate in group.candidates:
+                if candidate.finish_reason is None:
+                    candidate.text += candidate.stream.push(b"", final=True).text
+                    candidate.finish_reason = reason
+            completions = _completions(group)
+        self._close(group, Finished(completions, group.usage(), group.timings()))
+
+    def fail(self, group: Group, error: LlamaherdError) -> None:
+        """End a request with an error."""
+        self._close(group, Failed(error, group.usage()))
+
+    def _close(self, group: Group, event: Finished | Failed) -> None:
+        self._groups.pop(group.key, None)
+        for candidate in group.running:
+            self.vacate(candidate, keep=isinstance(event, Finished))
+        self._residency.settle(group.idle)
+        group.close_samplers()
+        group.prompt_logits = None
+        group.handle.push(event)
+
+    def vacate(self, candidate: Candidate, *, keep: bool = True) -> None:
+        """Take a candidate's sequence; ``keep`` it idle for prompts that begin alike."""
+        if candidate.sequence is None:
+            return
+        held = candidate.slice(0, candidate.computed)
+        kept = self._residency.retire(candidate.sequence, held, keep=keep)
+        if kept is not None:
+            candidate.group.idle.append(kept)
+        candidate.sequence, candidate.computed, candidate.prefilling = None, 0, False
+
+
+def _completions(group: Group) -> tuple[Completion, ...]:
+    return tuple(c.completion() for c in _by_index(group.candidates))
+
+
+def _by_index(candidates: Iterable[Candidate]) -> list[Candidate]:
+    return sorted(candidates, key=lambda c: c.index)
