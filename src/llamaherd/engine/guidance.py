@@ -91,7 +91,8 @@ class Guide:
         try:
             # no free whitespace: small models are prone to write nothing else
             grammar = LLMatcher.grammar_from_json_schema(
-                schema_text, overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+                schema_text,
+                overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
             )
             matcher = LLMatcher(self._llguidance(), grammar, log_level=0)
         except BaseException as error:  # a Rust panic is no Exception
@@ -169,4 +170,3 @@ class GuidedSampler:
     def close(self) -> None:
         """Free what the inner sampler holds; idempotent."""
         self._inner.close()
-

@@ -39,7 +39,9 @@ def forced_tools(body: ChatRequest, tools: Sequence[dict[str, Any]]) -> list[dic
     if isinstance(choice, NamedTool):
         chosen = [t for t in tools if t["function"]["name"] == choice.function.name]
         if not chosen:
-            raise InvalidParameterError("tool_choice", choice.function.name[:200], "it names one of the tools")
+            raise InvalidParameterError(
+                "tool_choice", choice.function.name[:200], "it names one of the tools"
+            )
         return chosen
     return []
 
@@ -76,7 +78,9 @@ def _message(message: ChatMessage, index: int) -> dict[str, Any]:
         for part in message.content:
             if part.type != "text" or part.text is None:
                 raise InvalidParameterError(
-                    f"messages.{index}.content", part.type[:100], "parts of the type 'text'; others are not understood"
+                    f"messages.{index}.content",
+                    part.type[:100],
+                    "parts of the type 'text'; others are not understood",
                 )
             texts.append(part.text)
         fields["content"] = "\n".join(texts)
@@ -100,9 +104,7 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": arguments}}
 
 
-def _with_instructions(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def _with_instructions(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tell of the tools in the system message; show calls and results as text."""
     told = instructions(tools)
     shown = []

@@ -48,9 +48,11 @@ def status_of(error: Exception) -> int:
 def _facts(error: Exception) -> tuple[int, str, str | None]:
     if isinstance(error, HTTPException):
         kind = _BY_STATUS.get(error.status_code)
-        return error.status_code, kind or (
-            "invalid_request_error" if error.status_code < 500 else "server_error"
-        ), None
+        return (
+            error.status_code,
+            kind or ("invalid_request_error" if error.status_code < 500 else "server_error"),
+            None,
+        )
     for kind_of_error, status, kind, code in _STATUS:
         if isinstance(error, kind_of_error):
             return status, kind, code

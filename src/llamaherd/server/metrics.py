@@ -51,9 +51,7 @@ class Metrics:
         self.queued = Histogram(
             "llamaherd_queue_seconds", "In the queue.", names, buckets=_SECONDS, registry=registry
         )
-        self.tokens = Counter(
-            "llamaherd_tokens", "Tokens, by kind.", ("model", "kind"), registry=registry
-        )
+        self.tokens = Counter("llamaherd_tokens", "Tokens, by kind.", ("model", "kind"), registry=registry)
         registry.register(_Workers(loaded))
 
     def text(self) -> bytes:
@@ -112,7 +110,10 @@ class _Workers(Collector):
         totals = {
             "decoded_tokens": ("llamaherd_worker_decoded_tokens", "Tokens decoded since the worker's start."),
             "prefilled_tokens": ("llamaherd_worker_prefilled_tokens", "Prompt tokens computed."),
-            "reused_tokens": ("llamaherd_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache."),
+            "reused_tokens": (
+                "llamaherd_prefix_cache_hit_tokens",
+                "Prompt tokens found in the prefix cache.",
+            ),
             "restored_tokens": ("llamaherd_restored_tokens", "Tokens whose KV state was read from disk."),
         }
         served = list(self._loaded())

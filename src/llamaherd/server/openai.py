@@ -83,7 +83,9 @@ def _constrained(
     try:
         text = json.dumps(wanted)
     except RecursionError as error:
-        raise InvalidParameterError("response_format", "...", "a schema that is not nested so deep") from error
+        raise InvalidParameterError(
+            "response_format", "...", "a schema that is not nested so deep"
+        ) from error
     return sampling.replace(json_schema=text)
 
 
@@ -273,7 +275,11 @@ class _Answer:
             try:
                 if self._kind == "chat.completion":
                     starts = [
-                        {"index": c.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                        {
+                            "index": c.index,
+                            "delta": {"role": "assistant", "content": ""},
+                            "finish_reason": None,
+                        }
                         for c in self._choices
                     ]
                     yield b"".join(self._event([start]) for start in starts)

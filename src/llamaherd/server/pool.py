@@ -71,9 +71,7 @@ class Pool:
         on_load: called with each model's supervisor before it starts.
     """
 
-    def __init__(
-        self, settings: ServerSettings, on_load: Callable[[Supervisor], None] | None = None
-    ) -> None:
+    def __init__(self, settings: ServerSettings, on_load: Callable[[Supervisor], None] | None = None) -> None:
         self._settings = settings
         self._on_load = on_load
         self._loaded: dict[str, Served] = {}

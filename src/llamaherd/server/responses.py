@@ -64,7 +64,9 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, source: AsyncIterator[bytes], headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"} | dict(headers or {}))
+        super().__init__(
+            headers={"cache-control": "no-store", "x-accel-buffering": "no"} | dict(headers or {})
+        )
         del self.headers["content-length"]
         self._source = source
 

@@ -186,9 +186,12 @@ class ChatRequest(_Generation):
 class CompletionRequest(_Generation):
     """``POST /v1/completions``."""
 
-    prompt: _Text | list[_Id] | Annotated[list[_Text], Field(max_length=256)] | Annotated[
-        list[list[_Id]], Field(max_length=256)
-    ] = ""
+    prompt: (
+        _Text
+        | list[_Id]
+        | Annotated[list[_Text], Field(max_length=256)]
+        | Annotated[list[list[_Id]], Field(max_length=256)]
+    ) = ""
     best_of: int | None = Field(None, ge=1, le=128)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -198,9 +201,12 @@ class CompletionRequest(_Generation):
 class EmbeddingRequest(_Body):
     """``POST /v1/embeddings``."""
 
-    input: _Text | list[_Id] | Annotated[list[_Text], Field(max_length=2048)] | Annotated[
-        list[list[_Id]], Field(max_length=2048)
-    ]
+    input: (
+        _Text
+        | list[_Id]
+        | Annotated[list[_Text], Field(max_length=2048)]
+        | Annotated[list[list[_Id]], Field(max_length=2048)]
+    )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
     user: str | None = None
@@ -219,7 +225,9 @@ class DetokenizeRequest(_Body):
 
 
 _SAMPLERS = tuple(
-    name for name in SamplingConfig.__dataclass_fields__ if name in _Generation.model_fields and name != "seed"
+    name
+    for name in SamplingConfig.__dataclass_fields__
+    if name in _Generation.model_fields and name != "seed"
 )
 _BANNED = -100.0  # OpenAI's lowest bias: the token never comes
 

@@ -21,8 +21,7 @@ __all__ = ["Child", "oom_kills", "was_stopped"]
 log = logging.getLogger(__name__)
 
 _PROGRAM = (
-    "import os, sys; sys.path[:] = sys.argv[1:]; "
-    "from llamaherd.worker.process import main; os._exit(main())"
+    "import os, sys; sys.path[:] = sys.argv[1:]; from llamaherd.worker.process import main; os._exit(main())"
 )
 
 

@@ -213,7 +213,9 @@ class Supervisor:
                 what = "was stopped (SIGSTOP)" if stopped else "gave no sign of life"
                 return Death(f"{what} for {self._heartbeat_timeout:g} s and was replaced", not stopped)
             if self.stats.step_seconds > self._step_timeout and self._ready:
-                return Death(f"was stuck in one batch for {self.stats.step_seconds:.0f} s and was replaced", True)
+                return Death(
+                    f"was stuck in one batch for {self.stats.step_seconds:.0f} s and was replaced", True
+                )
             limit = self.config.memory_limit
             if limit and self.stats.memory > limit:
                 how = f"took {self.stats.memory >> 20} MiB, more than its limit of {limit >> 20} MiB, and was replaced"
