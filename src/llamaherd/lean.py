@@ -26,16 +26,15 @@ _EXAMPLES = (
 )
 _TASK = "Given a Lean 4 goal, answer with one tactic that makes progress on it, and nothing else."
 
-_ALONE = (
-    "abel aesop assumption bound constructor contradiction decide exfalso ext field_simp fun_prop gcongr group "
-    "infer_instance left linarith measurability nlinarith norm_cast norm_num omega positivity push_cast "
-    "push_neg rfl right ring ring_nf rintro simp simp_all split split_ifs subst_vars symm tauto trivial"
-)
-_WITH_TERM = (
-    "apply by_cases by_contra calc cases convert exact exact_mod_cast funext generalize have induction intro "
-    "intros lift nlinarith obtain rcases refine replace rintro set show simpa specialize subst suffices "
-    "trans unfold use"
-)
+_ALONE = """
+abel aesop assumption bound constructor contradiction decide exfalso ext field_simp fun_prop gcongr group
+infer_instance left linarith measurability nlinarith norm_cast norm_num omega positivity push_cast push_neg
+rfl right ring ring_nf rintro simp simp_all split split_ifs subst_vars symm tauto trivial
+"""
+_WITH_TERM = """
+apply by_cases by_contra calc cases convert exact exact_mod_cast funext generalize have induction intro intros
+lift obtain rcases refine replace rintro set show simpa specialize subst suffices trans unfold use
+"""
 _WITH_LIST = "erw linarith nlinarith norm_num nth_rw rw rwa simp simp_all simp_rw simpa"
 
 
@@ -146,7 +145,11 @@ PRESETS = {
         LeanPreset("few-shot", "base models that have seen Lean", "examples", ("---", "\n")),
         LeanPreset("chat", "instruct models that have seen Lean", "chat", ("---", "\n")),
         LeanPreset(
-            "tactics", "any model: few-shot, held to the shape of a tactic", "examples", ("---", "\n"), _GRAMMAR
+            "tactics",
+            "any model: few-shot, held to the shape of a tactic",
+            "examples",
+            ("---", "\n"),
+            _GRAMMAR,
         ),
     )
 }

@@ -257,7 +257,9 @@ def test_others_are_untouched_by_cancelling():
         if all(h.done for h in handles):
             break
         if len(noise) < 50:
-            noise.append(scheduler.submit(GenerationRequest(f"noise {i}" * rng.randint(1, 9), n=rng.randint(1, 4))))
+            noise.append(
+                scheduler.submit(GenerationRequest(f"noise {i}" * rng.randint(1, 9), n=rng.randint(1, 4)))
+            )
         if rng.random() < 0.7:
             rng.choice(noise).cancel()
         scheduler.step()
@@ -288,7 +290,9 @@ def test_forks_that_together_outgrow_the_cache_end_all_the_same():
 
 
 def test_the_contexts_end_is_length_not_stop():
-    final = run(make(FakeEngine(n_ctx=64)), GenerationRequest("a" * 50, max_tokens=10_000, sampling=GREEDY))[0]
+    final = run(make(FakeEngine(n_ctx=64)), GenerationRequest("a" * 50, max_tokens=10_000, sampling=GREEDY))[
+        0
+    ]
     assert final.completions[0].finish_reason == "length"
     assert final.usage.prompt_tokens + final.usage.completion_tokens == 64
 

@@ -54,7 +54,9 @@ def test_the_stop_text_that_is_complete_first_wins():
     assert feed([b"xabb"], ["abb", "b"]) == ("xa", "b")
 
 
-@given(st.text("ab\n", max_size=20), st.lists(st.text("ab\n", min_size=1, max_size=3), min_size=1, max_size=3))
+@given(
+    st.text("ab\n", max_size=20), st.lists(st.text("ab\n", min_size=1, max_size=3), min_size=1, max_size=3)
+)
 def test_stop_texts_cut_wherever_tokens_end(text, stops):
     data = text.encode()
     ends = [(text.find(s) + len(s), -len(s)) for s in stops if s in text]

@@ -27,7 +27,7 @@ from ..errors import (
     UnsupportedError,
 )
 from ..native import context as native
-from ..native.library import recent_log
+from ..native.library import forget_log, recent_log
 from . import state
 from .cpus import available_cpus, available_memory
 from .guidance import GuidedSampler
@@ -82,6 +82,7 @@ class Context:
         self._tap = native.LayerTap() if layer_outputs else None
         settings = _defaults(model) | params
         _check_params(model, settings)
+        forget_log()
         handle = native.new_context(model.handle, settings, self._abort, self._tap)
         if handle is None:
             raise ContextError(f"llama.cpp could not make a context with {settings}", recent_log())
@@ -389,9 +390,9 @@ class Context:
         """
         n_vocab = self.vocabulary.n_tokens
         if config.json_schema is None:
-            return Sampler(config, self.model.handle, n_vocab, prompt)
+            return Sampler(config, self.model.handle, n_vocab, self.n_ctx, prompt)
         matcher = self.model.guide.matcher(config.json_schema)
-        sampler = Sampler(config, self.model.handle, n_vocab, prompt)
+        sampler = Sampler(config, self.model.handle, n_vocab, self.n_ctx, prompt)
         return GuidedSampler(sampler, matcher, n_vocab, config.json_schema)
 
     # -------------------------------------------------------------------------------- state

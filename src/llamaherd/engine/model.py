@@ -17,7 +17,7 @@ from ..files import open as open_file
 from ..files.vocabulary import find_duplicate_token
 from ..native import model as native
 from ..native.handles import Handle
-from ..native.library import recent_log
+from ..native.library import forget_log, recent_log
 from .guidance import Guide
 from .vocabulary import Vocabulary
 
@@ -81,8 +81,7 @@ class Model:
         text = str(path)
         if not Path(text).is_file():
             raise ModelNotFoundError(text)
-        if not params.get("vocab_only"):
-            _check_file(text)
+        _check_file(text)
         stopped = False
         failure: BaseException | None = None
 
@@ -95,6 +94,7 @@ class Model:
             return not stopped
 
         with _load_lock:
+            forget_log()
             handle = native.load_model(text, params, on_progress if progress is not None else None)
             log = recent_log()
         if failure is not None:
@@ -203,6 +203,7 @@ class Model:
         with open_file(lora.path):
             pass
         with _load_lock:
+            forget_log()
             handle = native.load_adapter(self.handle, lora.path)
             log = recent_log()
         if handle is None:

@@ -35,6 +35,7 @@ class Sampler:
         config: what to do.
         model: whose vocabulary grammars and DRY need.
         n_vocab: size of the vocabulary.
+        n_ctx: length of the context, which "the whole context" means for penalties and DRY.
         prompt: tokens that penalties and DRY see as history.
 
     Raises:
@@ -43,7 +44,12 @@ class Sampler:
     """
 
     def __init__(
-        self, config: SamplingConfig, model: Handle, n_vocab: int, prompt: Sequence[int] = ()
+        self,
+        config: SamplingConfig,
+        model: Handle,
+        n_vocab: int,
+        n_ctx: int = 4096,
+        prompt: Sequence[int] = (),
     ) -> None:
         self.config = config
         self._n_vocab = n_vocab
@@ -52,7 +58,7 @@ class Sampler:
                 raise TokenError(token, n_vocab)
         self._grammar = _grammar(config, model)
         self._history = Chain()
-        _add_history(self._history, config, model, n_vocab)
+        _add_history(self._history, config, model, n_vocab, n_ctx)
         self._truncation = Chain()
         self._vectorised = not _needs_chain(config)
         if not self._vectorised:
@@ -153,13 +159,13 @@ def _grammar(config: SamplingConfig, model: Handle) -> Chain | None:
     return chain
 
 
-def _add_history(chain: Chain, config: SamplingConfig, model: Handle, n_vocab: int) -> None:
+def _add_history(chain: Chain, config: SamplingConfig, model: Handle, n_vocab: int, n_ctx: int) -> None:
     """The samplers that change logits by the text so far, or by wish."""
     if config.logit_bias:
         chain.logit_bias(n_vocab, config.logit_bias)
     repeats = config.repeat_penalty != 1 or config.frequency_penalty or config.presence_penalty
     if repeats and config.penalty_last_n:
-        last_n = config.penalty_last_n if config.penalty_last_n > 0 else 2**20
+        last_n = config.penalty_last_n if config.penalty_last_n > 0 else n_ctx
         chain.penalties(
             n_vocab, last_n, config.repeat_penalty, config.frequency_penalty, config.presence_penalty
         )
@@ -173,7 +179,7 @@ def _add_history(chain: Chain, config: SamplingConfig, model: Handle, n_vocab: i
             config.dry_multiplier,
             config.dry_base,
             config.dry_allowed_length,
-            config.dry_penalty_last_n,
+            config.dry_penalty_last_n if config.dry_penalty_last_n >= 0 else n_ctx,
             config.dry_sequence_breakers,
         )
 

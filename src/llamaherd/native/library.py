@@ -14,13 +14,12 @@ import importlib.metadata
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..errors import LibraryError
 
-__all__ = ["GGML", "LOGGER", "L", "captured_log", "library_info", "strlen"]
+__all__ = ["GGML", "LOGGER", "L", "forget_log", "library_info", "recent_log", "strlen"]
 
 LOGGER = logging.getLogger("llamaherd.llama_cpp")
 LOGGER.addHandler(logging.NullHandler())
@@ -188,18 +187,9 @@ def _on_log(level: int, text: bytes, _user_data: Any) -> None:
 _callback = L.llama_log_callback(_on_log)  # llama.cpp keeps the pointer: it must live as long as the process
 
 
-@contextlib.contextmanager
-def captured_log() -> Iterator[list[str]]:
-    """Collect llama.cpp's warnings and errors of the enclosed calls, for an exception's message.
-
-    The list is filled when the block ends (also by an exception) and by :func:`recent` before that.
-    """
+def forget_log() -> None:
+    """Forget what recent_log() would return, before a call whose log is wanted."""
     _recent.clear()
-    lines: list[str] = []
-    try:
-        yield lines
-    finally:
-        lines.extend(text for _, text in _recent)
 
 
 def recent_log() -> str:

@@ -49,6 +49,7 @@ def model_facts(model: Handle) -> dict[str, Any]:
     p = model.pointer
     description = ctypes.create_string_buffer(256)
     L.llama_model_desc(p, description, 256)
+    n_layer = int(L.llama_model_n_layer(p))
     return {
         "description": description.value.decode("utf-8", "replace"),
         "n_params": int(L.llama_model_n_params(p)),
@@ -56,9 +57,10 @@ def model_facts(model: Handle) -> dict[str, Any]:
         "n_ctx_train": int(L.llama_model_n_ctx_train(p)),
         "n_embd": int(L.llama_model_n_embd(p)),
         "n_embd_out": int(L.llama_model_n_embd_out(p)),
-        "n_layer": int(L.llama_model_n_layer(p)),
-        "n_head": int(L.llama_model_n_head(p)),
-        "n_head_kv": int(L.llama_model_n_head_kv(p)),
+        "n_layer": n_layer,
+        # without layers (vocab_only) these two abort the process
+        "n_head": int(L.llama_model_n_head(p)) if n_layer else 0,
+        "n_head_kv": int(L.llama_model_n_head_kv(p)) if n_layer else 0,
         "n_swa": int(L.llama_model_n_swa(p)),
         "has_encoder": bool(L.llama_model_has_encoder(p)),
         "has_decoder": bool(L.llama_model_has_decoder(p)),

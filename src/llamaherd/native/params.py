@@ -47,7 +47,7 @@ def context_param_names() -> tuple[str, ...]:
     return _names(L.llama_context_params, _OWN_CONTEXT)
 
 
-def ggml_type(value: int | str) -> int:
+def ggml_type(value: int | str, name: str = "type") -> int:
     """A ggml type's number from its name (``"q8_0"``) or number. Raises InvalidParameterError."""
     types = {(GGML.ggml_type_name(i) or b"").decode().lower(): i for i in range(_n_types())}
     types.pop("", None)
@@ -56,7 +56,7 @@ def ggml_type(value: int | str) -> int:
             return types[value.lower()]
     elif value in types.values():
         return value
-    raise InvalidParameterError("type", value, f"one of {', '.join(sorted(types))}")
+    raise InvalidParameterError(name, value, f"one of {', '.join(sorted(types))}")
 
 
 def _n_types() -> int:
@@ -109,7 +109,7 @@ def _fill(struct: Any, values: Mapping[str, Any], known: Sequence[str]) -> list[
             keep.append(overrides)
             struct.kv_overrides = ctypes.cast(overrides, ctypes.POINTER(L.llama_model_kv_override))
         elif name in ("type_k", "type_v"):
-            setattr(struct, name, ggml_type(value))
+            setattr(struct, name, ggml_type(value, name))
         elif name in _ENUMS:
             setattr(struct, name, _enum(name, value))
         else:

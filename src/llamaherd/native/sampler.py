@@ -23,11 +23,11 @@ class Candidates:
     def __init__(self, n_vocab: int) -> None:
         self._buffer = np.zeros(n_vocab, CANDIDATE)
         self._ids = np.arange(n_vocab, dtype=np.int32)
-        data = ctypes.cast(self._buffer.ctypes.data, ctypes.POINTER(L.llama_token_data))
-        self._struct = L.llama_token_data_array(data=data, size=0, selected=-1, sorted=False)
+        self._data = ctypes.cast(self._buffer.ctypes.data, ctypes.POINTER(L.llama_token_data))
+        self._struct = L.llama_token_data_array(data=self._data, size=0, selected=-1, sorted=False)
 
     def load(self, logits: NDArray[np.float32]) -> None:
-        """All tokens with these logits [n_vocab]."""
+        """All tokens, with these logits [n_vocab]."""
         self._buffer["id"] = self._ids
         self._buffer["logit"] = logits
         self._reset(len(self._buffer))
@@ -38,6 +38,7 @@ class Candidates:
         self._reset(1)
 
     def _reset(self, size: int) -> None:
+        self._struct.data = self._data  # a sampler that sorts leaves its own buffer here
         self._struct.size = size
         self._struct.selected = -1
         self._struct.sorted = False
@@ -48,14 +49,19 @@ class Candidates:
 
     @property
     def left(self) -> NDArray[np.void]:
-        """The candidates that are left: a view of fields id, logit, p."""
-        return self._buffer[: self._struct.size]
+        """The candidates that are left, of fields id, logit, p: a view until the next call."""
+        size = int(self._struct.size)
+        address = ctypes.cast(self._struct.data, ctypes.c_void_p).value or 0
+        if address == self._buffer.ctypes.data:
+            return self._buffer[:size]
+        raw = (ctypes.c_uint8 * (size * CANDIDATE.itemsize)).from_address(address)
+        return np.frombuffer(memoryview(raw), CANDIDATE)
 
     @property
     def selected(self) -> int | None:
         """The token that a chain selected, if one did."""
         i = int(self._struct.selected)
-        return int(self._buffer["id"][i]) if i >= 0 else None
+        return int(self.left["id"][i]) if i >= 0 else None
 
 
 def candidates(n_vocab: int) -> Candidates:

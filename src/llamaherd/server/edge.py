@@ -108,8 +108,8 @@ class Edge:
     def _check_key(self, authorization: str, header: str) -> None:
         kind, _, key = authorization.partition(" ")
         given = (key.strip() if kind.lower() == "bearer" else header).encode()
-        # all are compared, each in constant time
-        if not any([hmac.compare_digest(given, known) for known in self._keys]):
+        matches = [hmac.compare_digest(given, known) for known in self._keys]  # all, whichever is right
+        if not any(matches):
             raise HTTPException(401, "this server wants an API key: Authorization: Bearer <key>")
 
 

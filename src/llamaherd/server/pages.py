@@ -27,7 +27,10 @@ _FILES = {
 PUBLIC_PATHS = frozenset({*_FILES, "/health"})
 """What needs no key: the page has to load before somebody can type one in."""
 
-_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 def _static(path: str) -> Response:

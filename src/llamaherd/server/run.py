@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -102,24 +100,26 @@ def bind(settings: ServerSettings) -> list[socket.socket]:
         ConfigError: an address cannot be had.
     """
     sockets: list[socket.socket] = []
-    with contextlib.ExitStack() as stack:
+    try:
         for host, port in settings.addresses:
-            sockets.append(stack.enter_context(_bound(host, port)))
-        stack.pop_all()
+            sockets.append(_bound(host, port))
+    except OSError as error:
+        for listener in sockets:
+            listener.close()
+        raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}; choose another port") from error
     return sockets
 
 
-@contextlib.contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
-        raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}; choose another port") from error
-    with contextlib.closing(listener):
-        yield listener
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def serve(settings: ServerSettings, sockets: list[socket.socket], **uvicorn_options: Any) -> None:

@@ -30,10 +30,12 @@ class House:
 
     async def events(self, served: Served, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Run a request; closing the iterator cancels it. Raises QueueFullError, WorkerError at once."""
-        async with served.client.submit(request) as stream:
-            async with aclosing(self.metrics.watch(served.name, stream)) as watched:
-                async for event in watched:
-                    yield event
+        async with (
+            served.client.submit(request) as stream,
+            aclosing(self.metrics.watch(served.name, stream)) as watched,
+        ):
+            async for event in watched:
+                yield event
 
     async def finish(self, served: Served, request: GenerationRequest) -> Finished:
         """Run a request to its end. Raises the error that ended it."""

@@ -31,7 +31,7 @@ class SuggestionRequest(schema._Body):
     max_tokens: int = Field(64, ge=1, le=4096)
     temperature: float | None = Field(None, gt=0, le=100)
     seed: int | None = None
-    stop: Annotated[list[str], Field(max_length=16)] = []
+    stop: list[str] = Field(default_factory=list, max_length=16)
     beam: bool = False
 
 

@@ -238,7 +238,7 @@ class WorkerClient:
         for entry in suspects:
             self._strike(entry)
             if self._strikes(entry) >= _MOST_STRIKES:
-                message = f"the worker died twice over this request, the last time {death.how}; it is not tried again"
+                message = f"the worker died twice over this request, which is not tried again: it {death.how}"
                 self._fail(entry, WorkerDiedError(message, death.how))
             else:
                 self._suspects.append(entry.number)

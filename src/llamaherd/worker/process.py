@@ -1,7 +1,7 @@
 """The worker: engine and scheduler in a process of its own. ``python -m llamaherd.worker.process``.
 
-Its threads: main takes commands; *compute* steps the scheduler and sends what came of it; *heartbeat* says that
-the process lives, whatever a decode does; *lifeline* ends the process when the server's end of standard
+Its threads: main takes commands; *compute* steps the scheduler and sends what came of it; *heartbeat* says
+that the process lives, whatever a decode does; *lifeline* ends the process when the server's end of standard
 input closes; a few *callers* tokenise, so that a long text holds nobody up. Each sends through a socket of
 its own.
 """

@@ -218,7 +218,7 @@ class Supervisor:
                 )
             limit = self.config.memory_limit
             if limit and self.stats.memory > limit:
-                how = f"took {self.stats.memory >> 20} MiB, more than its limit of {limit >> 20} MiB, and was replaced"
-                return Death(how, blames=True)
+                taken = f"{self.stats.memory >> 20} MiB, over its limit of {limit >> 20} MiB"
+                return Death(f"took {taken}, and was replaced", blames=True)
             if not self._ready and now - self._born > self._start_timeout:
                 raise WorkerStartError(f"loading took longer than {self._start_timeout:g} s")

@@ -362,7 +362,9 @@ def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, str):
             yield name, _valid_text(value)[:_LONGEST]
-        elif value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and -(2**63) <= value < 2**63):
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            continue
+        elif value is None or isinstance(value, (int, float)):
             yield name, value
 
 

@@ -1,0 +1,214 @@
+"""Options that several commands share, and what they make of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..config import LoraConfig, SamplingConfig
+from ..demo import demo_model
+from ..errors import ConfigError, FileError, InvalidParameterError, UnknownParameterError
+
+if TYPE_CHECKING:
+    from ..engine.model import Model
+    from ..herd import Herd
+
+__all__ = [
+    "EngineOptions",
+    "Lora",
+    "MinP",
+    "NCtx",
+    "NGpuLayers",
+    "Seed",
+    "Set",
+    "Temperature",
+    "Threads",
+    "TopK",
+    "TopP",
+    "model_and_prompt",
+    "model_path",
+    "read_text",
+]
+
+NCtx = Annotated[int | None, typer.Option("--n-ctx", "-c", help="Tokens of context.")]
+Threads = Annotated[int | None, typer.Option("--threads", "-t", help="Threads; see `llamaherd info`.")]
+NGpuLayers = Annotated[
+    int | None,
+    typer.Option("--n-gpu-layers", help="Layers on a GPU, if llama.cpp has one."),
+]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option("--lora", metavar="FILE[:SCALE]", help="Apply a LoRA adapter."),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "--param",
+        metavar="NAME=VALUE",
+        help="Any llama.cpp model or context parameter, or field of SamplingConfig, by its name.",
+    ),
+]
+Temperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Keep the k best; 0: all.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Keep this much probability.")]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", help="Keep this share of the best one's probability."),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", help="The same seed gives the same text."),
+]
+
+
+def model_path(name: str | None) -> Path:
+    """The model's file: the demo model for None and "demo".
+
+    Raises:
+        ModelNotFoundError: the demo model is wanted, but its package is not installed.
+    """
+    return demo_model() if name in (None, "demo") else Path(str(name))
+
+
+def model_and_prompt(first: str | None, second: str | None) -> tuple[str | None, str | None]:
+    """``[MODEL] [PROMPT]``: a single argument is the model if it looks like one, else the prompt."""
+    if first is None or second is not None:
+        return first, second
+    if first == "demo" or first.endswith((".gguf", ".bin")) or Path(first).is_file():
+        return first, None
+    return None, first
+
+
+def read_text(given: str | None, file: Path | None, what: str) -> str | None:
+    """A text that is given, or in a file, or comes from standard input (``-``)."""
+    if given is not None and file is not None:
+        raise ConfigError(f"give the {what} or --file, not both")
+    if given == "-" or (file is not None and str(file) == "-"):
+        return sys.stdin.read()
+    if file is None:
+        return given
+    try:
+        return file.read_text("utf-8")
+    except OSError as error:
+        raise FileError(file, f"cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise FileError(file, "is not UTF-8 text") from error
+
+
+@dataclass
+class EngineOptions:
+    """What the shared options say; loads the model and makes the herd.
+
+    Attributes:
+        model: extra parameters of llama.cpp's model.
+        context: of its context.
+        sampling: fields of SamplingConfig.
+    """
+
+    path: Path
+    model: dict[str, Any] = field(default_factory=dict)
+    context: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    loras: list[LoraConfig] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        path: Path,
+        *,
+        n_ctx: int | None,
+        threads: int | None,
+        n_gpu_layers: int | None,
+        lora: Sequence[str] | None,
+        settings: Sequence[str] | None,
+        **sampling: Any,
+    ) -> EngineOptions:
+        """Sort the options by what they are for. The flags win over --set.
+
+        Raises:
+            UnknownParameterError, InvalidParameterError: a name is nobody's; a --set is no NAME=VALUE.
+        """
+        options = cls(path, loras=[_lora(text) for text in lora or ()])
+        options._set(settings or ())
+        flags = {"n_ctx": n_ctx, "n_threads": threads, "n_threads_batch": threads}
+        options.context.update({k: v for k, v in flags.items() if v is not None})
+        if n_gpu_layers is not None:
+            options.model["n_gpu_layers"] = n_gpu_layers
+        options.sampling.update({k: v for k, v in sampling.items() if v is not None})
+        return options
+
+    def _set(self, settings: Sequence[str]) -> None:
+        if not settings:
+            return
+        from ..native.params import context_param_names, model_param_names  # loads libllama
+
+        places = dict.fromkeys(model_param_names(), self.model)
+        places |= dict.fromkeys(context_param_names(), self.context)
+        places |= {f.name: self.sampling for f in dataclasses.fields(SamplingConfig)}
+        for text in settings:
+            name, equals, value = text.partition("=")
+            name = name.strip().replace("-", "_")
+            if not equals:
+                raise InvalidParameterError("--set", text, "NAME=VALUE")
+            if name not in places:
+                raise UnknownParameterError(name, places, of="llama.cpp")
+            places[name][name] = _value(value)
+
+    @contextmanager
+    def herd(self, *, max_sequences: int = 1, n_ctx: int | None = None) -> Iterator[tuple[Model, Herd]]:
+        """The loaded model and a herd on it, closed at the end."""
+        import llamaherd
+
+        context = ({"n_ctx": n_ctx} if n_ctx is not None else {}) | self.context
+        with (
+            llamaherd.Model.load(self.path, progress=_progress(), loras=self.loras, **self.model) as model,
+            llamaherd.Herd(model, max_sequences=max_sequences, **context) as herd,
+        ):
+            yield model, herd
+
+
+def _value(text: str) -> Any:
+    """A value as JSON writes it; anything else is a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _lora(text: str) -> LoraConfig:
+    path, colon, scale = text.rpartition(":")
+    if not colon or Path(text).exists():
+        return LoraConfig(text)
+    try:
+        return LoraConfig(path, float(scale))
+    except ValueError:
+        return LoraConfig(text)
+
+
+def _progress() -> Any:
+    """A line that counts the percents of a long load, where somebody is watching."""
+    if not sys.stderr.isatty():
+        return None
+    shown = -1
+
+    def show(share: float) -> bool:
+        nonlocal shown
+        percent = int(share * 100)
+        if percent >= 100 and shown >= 0:
+            sys.stderr.write("\r\033[K")
+        elif percent < 100 and percent >= shown + 5:
+            shown = percent
+            sys.stderr.write(f"\rloading {percent} %")
+        sys.stderr.flush()
+        return True
+
+    return show
