@@ -55,7 +55,9 @@ _ENV = "LLAMAHERD_"
 
 def _option(name: str, text: str, *more: str, metavar: str | None = None) -> Any:
     flag = "--" + name.replace("_", "-")
-    return typer.Option(flag, *more, help=text, envvar=_ENV + name.upper(), metavar=metavar, show_envvar=False)
+    return typer.Option(
+        flag, *more, help=text, envvar=_ENV + name.upper(), metavar=metavar, show_envvar=False
+    )
 
 
 def register(app: typer.Typer) -> None:
@@ -65,7 +67,8 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help="A GGUF file; the demo model if none is named.", envvar="LLAMAHERD_MODEL")
+        str | None,
+        typer.Argument(help="A GGUF file; the demo model if none is named.", envvar="LLAMAHERD_MODEL"),
     ] = None,
     models: Annotated[
         list[str] | None,
@@ -88,7 +91,9 @@ def serve(
         list[str] | None, _option("cors_origin", "An origin whose pages may call; * for all.")
     ] = None,
     max_queue: Annotated[int | None, _option("max_queue", "Requests that may wait [256].")] = None,
-    max_sequences: Annotated[int | None, _option("max_sequences", "Sequences that decode at once [16].")] = None,
+    max_sequences: Annotated[
+        int | None, _option("max_sequences", "Sequences that decode at once [16].")
+    ] = None,
     n_ctx: Annotated[
         int | None, _option("n_ctx", "Tokens of context, which all sequences share.", "-c")
     ] = None,
@@ -134,7 +139,9 @@ def serve(
     try:
         from ..server import logs, run
     except ImportError as error:
-        raise ConfigError(f"serving needs more packages ({error.name}): pip install 'llamaherd[server]'") from error
+        raise ConfigError(
+            f"serving needs more packages ({error.name}): pip install 'llamaherd[server]'"
+        ) from error
     file = _read(config) if config is not None else {}
     settings, chosen = settings_of(
         given, file, model=model, models=models or [], params=params or [], loras=lora or []
@@ -183,7 +190,9 @@ def settings_of(
 
     for key in file:
         if key not in _DEFAULTS and key not in ("model", "models", "set", "lora"):
-            raise UnknownParameterError(key, [*_DEFAULTS, "model", "models", "set", "lora"], of="the config file")
+            raise UnknownParameterError(
+                key, [*_DEFAULTS, "model", "models", "set", "lora"], of="the config file"
+            )
     settings = _DEFAULTS | {k: v for k, v in file.items() if k in _DEFAULTS} | dict(given)
     if settings["log_format"] not in ("json", "text"):
         raise InvalidParameterError("log_format", settings["log_format"], "json or text")
@@ -192,9 +201,7 @@ def settings_of(
     tables = _tables(file, model, models or [])
     common = dict(file.get("set", {})) | dict(_pair(p) for p in params or [])
     adapters = [*_list(file.get("lora", [])), *(loras or [])]
-    workers = {
-        name: _worker(name, table, settings, common, adapters) for name, table in tables.items()
-    }
+    workers = {name: _worker(name, table, settings, common, adapters) for name, table in tables.items()}
     return (
         ServerSettings(
             models=workers,

@@ -1,4 +1,4 @@
-"""Text that must follow a JSON schema: llguidance says which tokens may come next, a sampler draws among them.
+"""Text that must follow a JSON schema: llguidance says which tokens may come, a sampler draws among them.
 
 llguidance (Guidance AI) parses the text with an Earley parser over lexemes and walks the vocabulary as a
 trie; a mask costs well under a millisecond.

@@ -71,13 +71,14 @@ def create_app(
         responses={"4XX": {"description": "The request cannot be served; see error.message."}},
     )
     app.state.house = house
-    for part in (openai, lean, suggest, pages):
-        app.include_router(part.router)
+    routers = [part.router for part in (openai, lean, suggest, pages)]
+    for router in routers:
+        app.include_router(router)
     for kind in (Exception, HTTPException, LlamaherdError):
         app.add_exception_handler(kind, error_response)  # type: ignore[arg-type]
     app.add_exception_handler(RequestValidationError, _invalid)  # type: ignore[arg-type]
     app.add_exception_handler(ClientGone, _gone)
-    paths = frozenset(route.path for route in app.routes if isinstance(route, APIRoute))
+    paths = frozenset(r.path for router in routers for r in router.routes if isinstance(r, APIRoute))
     app.add_middleware(Edge, house=house, paths=paths)
     if settings.cors_origins:
         app.add_middleware(

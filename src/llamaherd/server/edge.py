@@ -91,8 +91,14 @@ class Edge:
             scope["path"] = "/"
             scope["raw_path"] = b"/"
 
+        if scope["method"] == "POST":
+            # every body here is JSON, whatever a client calls it (curl -d and Lean's clients name a form)
+            headers = [(k, v) for k, v in scope["headers"] if k != b"content-type"]
+            scope["headers"] = [*headers, (b"content-type", b"application/json")]
+
     def _check(self, request: Request) -> None:
         settings = self._house.settings
+        self._check_origin(request)
         public = request.method in ("GET", "HEAD") and request.url.path in PUBLIC_PATHS
         if self._keys and not public:
             self._check_key(request.headers.get("authorization", ""), request.headers.get("x-api-key", ""))
@@ -104,6 +110,15 @@ class Edge:
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > settings.max_body:
             raise HTTPException(413, f"the body has {length} bytes; at most {settings.max_body} are taken")
+
+    def _check_origin(self, request: Request) -> None:
+        """Pages of other sites may not post here, even where they could not read the answer."""
+        origin = request.headers.get("origin")
+        allowed = self._house.settings.cors_origins
+        if origin is None or request.method in ("GET", "HEAD") or origin in allowed or "*" in allowed:
+            return
+        if origin.partition("://")[2] != request.headers.get("host", ""):
+            raise HTTPException(403, f"pages of {origin[:200]} may not call this server; see --cors-origin")
 
     def _check_key(self, authorization: str, header: str) -> None:
         kind, _, key = authorization.partition(" ")

@@ -66,9 +66,7 @@ async def status(request: Request) -> Response:
     """Figures of each model's worker."""
     pool = house_of(request).pool
     loaded = {s.name: s for s in pool.loaded}
-    return JSON(
-        {"ready": pool.ready, "models": [_status(name, loaded.get(name)) for name in pool.names]}
-    )
+    return JSON({"ready": pool.ready, "models": [_status(name, loaded.get(name)) for name in pool.names]})
 
 
 def _status(name: str, served: Served | None) -> dict[str, Any]:
