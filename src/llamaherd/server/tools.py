@@ -20,7 +20,8 @@ from typing import Any
 __all__ = ["ToolCall", "ToolParser", "call_schema", "instructions"]
 
 _MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
-_AFTER = re.compile(r"(?:\s|;|,|</tool_call>|</function>|<\|eom_id\|>)+")
+_CLOSERS = ("</tool_call>", "</function>")
+_AFTER = re.compile(r"(?:\s|;|,|</tool_call>|</function>)+")
 _NAMED = re.compile(r"\s*([\w.-]{1,200})\s*(?:\[ARGS\]|\[CALL_ID\][\w-]*\[ARGS\]|>)?\s*(?=\{)")
 _LONGEST_HEAD = 400
 
@@ -45,6 +46,7 @@ class ToolParser:
         self._names = frozenset(names)
         self._held = ""
         self._start = True  # nothing but calls and spaces so far
+        self._after = False  # right behind a call
         self._calling = False  # behind a marker
         self._raw = ""  # the marker, to be given back if no call follows
         self._scan = _Scan()
@@ -60,10 +62,18 @@ class ToolParser:
     def finish(self) -> list[str | ToolCall]:
         """No more text follows."""
         rest, self._held = self._raw + self._held, ""
+        if self._after and any(c.startswith(rest) for c in _CLOSERS):
+            return []
         return [rest] if rest.strip() or (rest and not self._start) else []
 
     def _step(self, found: list[str | ToolCall]) -> bool:
         """Decide about the beginning of what is held; False if more is needed."""
+        if self._after:
+            between = _AFTER.match(self._held)
+            self._held = self._held[between.end() :] if between else self._held
+            if any(c.startswith(self._held) for c in _CLOSERS):
+                return False
+            self._after = False
         if self._calling:
             return self._call(found)
         if self._start:
@@ -113,10 +123,8 @@ class ToolParser:
         if not calls:
             return self._give_back(found, len(held) - len(body) + end)
         found.extend(calls)
-        rest = body[end:]
-        self._calling, self._raw, self._start = False, "", True
-        after = _AFTER.match(rest)
-        self._held = rest[after.end() :] if after else rest
+        self._held = body[end:]
+        self._calling, self._raw, self._start, self._after = False, "", True, True
         return True
 
     def _give_back(self, found: list[str | ToolCall], n: int | None = None) -> bool:
