@@ -42,6 +42,12 @@ class Server:
         for worker in self.workers:
             worker.send_signal(sig)
 
+    def new_worker(self) -> None:
+        """Kill the worker, so that the next one begins with an empty cache."""
+        restarts = self.status()["restarts"]
+        self.kill_worker()
+        wait_for(lambda: self.status()["restarts"] > restarts and self.status()["ready"], 60)
+
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=120, **options)
 
@@ -109,5 +115,7 @@ def _healthy(server: Server) -> bool:
 @pytest.fixture(scope="session")
 def server(demo_model_path: Path) -> Iterator[Server]:
     """One server for all tests that leave it as they found it."""
-    with serving("--max-sequences", "16", "--max-queue", "64", "--n-ctx", "4096", "--lean-preset", "") as running:
+    with serving(
+        "--max-sequences", "16", "--max-queue", "64", "--n-ctx", "4096", "--lean-preset", ""
+    ) as running:
         yield running

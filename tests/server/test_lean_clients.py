@@ -20,7 +20,9 @@ pytestmark = pytest.mark.real
 GOAL = "p q : Prop\nhp : p\n⊢ p ∨ q"
 
 
-def llmstep(server: Server, tactic_state: str, prefix: str = "", context: str = "", **more: Any) -> tuple[int, Any]:
+def llmstep(
+    server: Server, tactic_state: str, prefix: str = "", context: str = "", **more: Any
+) -> tuple[int, Any]:
     """As llmstep's client script: http.client, JSON without a content type, then body["suggestions"]."""
     host = server.url.removeprefix("http://")
     connection = http.client.HTTPConnection(host, timeout=120)
@@ -81,11 +83,13 @@ def test_errors_still_have_the_field_that_the_client_reads(server: Server) -> No
 def test_a_newer_request_supersedes_the_older_one(server: Server) -> None:
     older: list[tuple[int, Any]] = []
     slow = threading.Thread(
-        target=lambda: older.append(llmstep(server, GOAL, context="here", preset="reprover", n=30, max_tokens=2000))
+        target=lambda: older.append(
+            llmstep(server, GOAL, context="here", preset="reprover", n=30, max_tokens=2000)
+        )
     )
     slow.start()
     wait_for(lambda: server.status()["running"] > 0)
-    status, data = llmstep(server, GOAL, prefix="ex", context="here", n=2, max_tokens=8)
+    status, _data = llmstep(server, GOAL, prefix="ex", context="here", n=2, max_tokens=8)
     assert status == 200
     slow.join(30)
     assert older[0][0] == 409
@@ -109,10 +113,21 @@ def test_requests_about_other_places_do_not_disturb_each_other(server: Server) -
 
 
 def test_a_killed_client_frees_the_engine(server: Server) -> None:
-    body = json.dumps({"tactic_state": GOAL, "prefix": "", "context": "k", "preset": "reprover", "n": 16, "max_tokens": 2000})
+    body = json.dumps(
+        {
+            "tactic_state": GOAL,
+            "prefix": "",
+            "context": "k",
+            "preset": "reprover",
+            "n": 16,
+            "max_tokens": 2000,
+        }
+    )
     address = server.url.removeprefix("http://").split(":")
     with socket.create_connection((address[0], int(address[1]))) as client:
-        client.sendall(f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body.encode())}\r\n\r\n{body}".encode())
+        client.sendall(
+            f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body.encode())}\r\n\r\n{body}".encode()
+        )
         wait_for(lambda: server.status()["running"] > 0)
     began = time.monotonic()
     server.wait_idle(5)
@@ -149,7 +164,9 @@ def test_lean_copilot_encodes(server: Server) -> None:
 
 
 def test_an_unknown_name_lists_those_served(server: Server) -> None:
-    answer = curl(server, "/generate", {"name": "ct2-leandojo-lean4-tacgen-byt5-small", "input": GOAL, "prefix": ""})
+    answer = curl(
+        server, "/generate", {"name": "ct2-leandojo-lean4-tacgen-byt5-small", "input": GOAL, "prefix": ""}
+    )
     assert "demo" in answer["error"]
 
 
@@ -166,8 +183,12 @@ def test_the_stock_ports() -> None:
         pytest.skip("ports 6000 and 23337 are taken on this machine")
     with serving("--lean") as server:
         for port, path in ((6000, "/"), (6000, "/any/path"), (23337, "/")):
-            connection = http.client.HTTPConnection("localhost" if path == "/" else "127.0.0.1", port, timeout=60)
-            body = json.dumps({"tactic_state": GOAL, "prefix": "", "context": f"{port}{path}", "n": 2, "max_tokens": 8})
+            connection = http.client.HTTPConnection(
+                "localhost" if path == "/" else "127.0.0.1", port, timeout=60
+            )
+            body = json.dumps(
+                {"tactic_state": GOAL, "prefix": "", "context": f"{port}{path}", "n": 2, "max_tokens": 8}
+            )
             connection.request("POST", path, body=body.encode())
             response = connection.getresponse()
             assert response.status == 200

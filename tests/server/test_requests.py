@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import socket
@@ -60,7 +61,10 @@ def raw(server: Server) -> socket.socket:
         (json.dumps(chat(tool_choice="required")).encode(), "tools"),
         (json.dumps(chat(response_format={"type": "json_schema"})).encode(), "json_schema"),
         (json.dumps(chat(response_format={"type": "xml"})).encode(), "response_format"),
-        (json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}).encode(), "image_url"),
+        (
+            json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}).encode(),
+            "image_url",
+        ),
         (json.dumps({"messages": [{"role": "<|im_start|>", "content": "x"}]}).encode(), "control token"),
     ],
 )
@@ -76,7 +80,9 @@ def test_malformed_bodies(server: Server, body: bytes, says: str) -> None:
 
 def test_lone_surrogates_are_no_failure(server: Server) -> None:
     with server.client() as client:
-        answer = client.post(CHAT, content=b'{"max_tokens":1,"messages":[{"role":"user","content":"a\\ud800b"}]}')
+        answer = client.post(
+            CHAT, content=b'{"max_tokens":1,"messages":[{"role":"user","content":"a\\ud800b"}]}'
+        )
         assert answer.status_code in (200, 400)
         answer = client.post("/tokenize", content=b'{"content":"a\\ud800b"}')
         assert answer.status_code in (200, 400)
@@ -95,7 +101,9 @@ def test_max_tokens_of_a_billion_is_as_much_as_fits(server: Server) -> None:
 
 def test_a_body_that_is_too_large(server: Server) -> None:
     with raw(server) as connection:
-        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n" + b"x" * 1000)
+        connection.sendall(
+            b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n" + b"x" * 1000
+        )
         assert b" 413 " in connection.recv(4096).split(b"\r\n")[0]
 
     def chunks() -> Iterator[bytes]:
@@ -112,17 +120,17 @@ def test_a_body_that_is_too_large(server: Server) -> None:
 def test_a_million_messages(server: Server) -> None:
     body = b'{"max_tokens":1,"messages":[' + b",".join([b'{"role":"user","content":""}'] * 1_000_000) + b"]}"
     with server.client() as client:
-        try:
+        with contextlib.suppress(httpx.WriteError):
             assert client.post(CHAT, content=body).status_code == 413
-        except httpx.WriteError:
-            pass
         many = [{"role": "user", "content": "x"}] * 20_000
         assert client.post(CHAT, json={"messages": many}).json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_template_errors_are_the_clients(server: Server) -> None:
     with server.client() as client:
-        answer = client.post(CHAT, json=chat(chat_template_kwargs={"add_generation_prompt": False, "messages": 5}))
+        answer = client.post(
+            CHAT, json=chat(chat_template_kwargs={"add_generation_prompt": False, "messages": 5})
+        )
         assert answer.status_code == 200  # what is the server's to say cannot be overridden
 
 
@@ -150,7 +158,8 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     with raw(server) as connection:
         connection.sendall(
             b"".join(
-                b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(b), b) for b in bodies
+                b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(b), b)
+                for b in bodies
             )
         )
         counts = []
@@ -218,8 +227,12 @@ def test_a_slow_reader_is_cut_off() -> None:
     with serving("--max-sequences", "2", env={"LLAMAHERD_N_CTX": "2048"}) as server:
         with raw(server) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            body = json.dumps(chat(max_tokens=1900, ignore_eos=True, stream=True, logprobs=True, top_logprobs=20))
-            connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            body = json.dumps(
+                chat(max_tokens=1900, ignore_eos=True, stream=True, logprobs=True, top_logprobs=20)
+            )
+            connection.sendall(
+                f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+            )
             wait_for(lambda: server.status()["running"] > 0)
             began = time.monotonic()
             with server.client() as client:  # somebody else is served meanwhile
@@ -228,19 +241,23 @@ def test_a_slow_reader_is_cut_off() -> None:
 
 
 def test_a_key_is_asked_for() -> None:
-    with serving("--api-key", "secret one", "--api-key", "two") as server:
-        with server.client() as client:
-            assert client.get("/health").status_code == 200
-            assert client.get("/").status_code == 200
-            refused = client.post(CHAT, json=chat())
-            assert refused.status_code == 401
-            assert refused.headers["www-authenticate"] == "Bearer"
-            for wrong in ("Bearer ", "Bearer secret", "Basic secret one", "Bearer \xe9"):
-                assert client.post(CHAT, json=chat(), headers={"authorization": wrong.encode("latin-1")}).status_code == 401
-            for path in ("/metrics", "/status", "/v1/models", "/openapi.json"):
-                assert client.get(path).status_code == 401
-            for key in ("secret one", "two"):
-                assert client.post(CHAT, json=chat(), headers={"authorization": f"Bearer {key}"}).status_code == 200
-            llmstep = client.post("/", json={"tactic_state": "x"})
-            assert llmstep.status_code == 401
-            assert llmstep.json()["suggestions"] == []
+    with serving("--api-key", "secret one", "--api-key", "two") as server, server.client() as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/").status_code == 200
+        refused = client.post(CHAT, json=chat())
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == "Bearer"
+        for wrong in ("Bearer ", "Bearer secret", "Basic secret one", "Bearer \xe9"):
+            assert (
+                client.post(CHAT, json=chat(), headers={"authorization": wrong.encode("latin-1")}).status_code
+                == 401
+            )
+        for path in ("/metrics", "/status", "/v1/models", "/openapi.json"):
+            assert client.get(path).status_code == 401
+        for key in ("secret one", "two"):
+            assert (
+                client.post(CHAT, json=chat(), headers={"authorization": f"Bearer {key}"}).status_code == 200
+            )
+        llmstep = client.post("/", json={"tactic_state": "x"})
+        assert llmstep.status_code == 401
+        assert llmstep.json()["suggestions"] == []

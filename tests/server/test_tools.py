@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -18,7 +19,7 @@ def parse(text: str, cuts: list[int] | None = None) -> tuple[str, list[tuple[str
     parser = ToolParser(NAMES)
     bounds = [0, *sorted(c % (len(text) + 1) for c in cuts or []), len(text)]
     found: list[str | ToolCall] = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         found += parser.push(text[start:end])
     found += parser.finish()
     said = "".join(f for f in found if isinstance(f, str))
@@ -30,7 +31,11 @@ TIME = ("time", {"zone": "UTC"})
 
 FORMS = [
     (f"<tool_call>\n{CALL}\n</tool_call>", "", [WEATHER]),
-    (f"I look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{PARAMETERS}</tool_call>", "I look.\n", [WEATHER, TIME]),
+    (
+        f"I look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{PARAMETERS}</tool_call>",
+        "I look.\n",
+        [WEATHER, TIME],
+    ),
     (f"<|python_tag|>{PARAMETERS}", "", [TIME]),
     (f"{PARAMETERS}; {CALL}", "", [TIME, WEATHER]),
     ('<function=time>{"zone": "UTC"}</function>', "", [TIME]),
@@ -63,7 +68,9 @@ def test_it_does_not_matter_how_a_text_comes(form: tuple[str, str, list[Any]], c
     assert parse(form[0], cuts) == (form[1], form[2])
 
 
-@given(st.text(alphabet='{}[]"<>|tool_caTOL=:, \\name', max_size=60), st.lists(st.integers(0, 60), max_size=10))
+@given(
+    st.text(alphabet='{}[]"<>|tool_caTOL=:, \\name', max_size=60), st.lists(st.integers(0, 60), max_size=10)
+)
 def test_without_calls_nothing_of_a_text_is_lost(text: str, cuts: list[int]) -> None:
     said, calls = parse(text, cuts)
     assert not calls

@@ -104,7 +104,7 @@ def test_a_request_that_kills_the_worker_twice_fails_and_the_others_live(deed: s
 
 def test_a_worker_that_is_stopped_is_replaced() -> None:
     async def main() -> None:
-        async with supervised(fake_config(), heartbeat_timeout=1.0) as supervisor:
+        async with supervised(fake_config(), heartbeat_timeout=4.0) as supervisor:
             expected = await collect(supervisor, request(max_tokens=300))
             running = asyncio.create_task(collect(supervisor, request(max_tokens=300)))
             await asyncio.sleep(0.2)

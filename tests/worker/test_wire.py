@@ -7,8 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaherd import Completion, Finished, GenerationRequest, Logprob, PromptPart, SamplingConfig, Timings, Token
-from llamaherd import Usage, errors
+from llamaherd import (
+    Completion,
+    Finished,
+    GenerationRequest,
+    Logprob,
+    PromptPart,
+    SamplingConfig,
+    Timings,
+    Token,
+    Usage,
+    errors,
+)
 from llamaherd.errors import LlamaherdError, PromptTooLongError, QueueFullError, WorkerStartError
 from llamaherd.worker import wire
 
@@ -24,7 +34,9 @@ def test_a_request_survives_the_wire() -> None:
         [PromptPart("<|im_start|>", True), PromptPart("hé")],
         max_tokens=9,
         n=3,
-        sampling=SamplingConfig(temperature=0.3, logit_bias={5: -math.inf, 6: 1.5}, seed=2**32 - 1, grammar="x"),
+        sampling=SamplingConfig(
+            temperature=0.3, logit_bias={5: -math.inf, 6: 1.5}, seed=2**32 - 1, grammar="x"
+        ),
         stop=["a", "b"],
         stop_tokens=[1],
         logprobs=2,
@@ -53,7 +65,9 @@ def test_lone_surrogates_become_replacement_characters() -> None:
 
 def test_events_survive_the_wire() -> None:
     token = Token(1, 2, "é", -0.5, (Logprob(2, b"\xc3", -0.5),), "stop", "\n", b"\xc3")
-    finished = Finished((Completion(0, "x", (1, 2), (-0.1, -0.2), "length"),), Usage(1, 2, 3), Timings(1, 2, 3))
+    finished = Finished(
+        (Completion(0, "x", (1, 2), (-0.1, -0.2), "length"),), Usage(1, 2, 3), Timings(1, 2, 3)
+    )
     failed = (3, wire.pack_error(QueueFullError(4)), Usage(0, 0))
     events = wire.Events([(1, token)], [(2, finished)], [failed])
     back = wire.decode_up(wire.encode(events))

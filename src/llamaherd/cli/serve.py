@@ -6,6 +6,7 @@ the file of ``--config``, and last it has its default.
 
 from __future__ import annotations
 
+import importlib
 import ipaddress
 import json
 import sys
@@ -274,12 +275,10 @@ def _worker(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
+    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        settings: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
+        return settings
     except OSError as error:
         raise FileError(path, f"cannot be read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -36,12 +36,12 @@ def check_schema(text: str) -> Any:
     if len(text) > _LONGEST:
         raise GrammarError(text, f"the schema has {len(text)} characters; at most {_LONGEST} are taken")
     try:
-        schema = json.loads(text)
+        schema: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise GrammarError(text, f"the schema is no JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):
         raise GrammarError(text, "a schema is an object or a boolean")
-    pending = [(schema, 1)]
+    pending: list[tuple[Any, int]] = [(schema, 1)]
     values = 0
     while pending:
         values += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import logging
 from collections.abc import AsyncIterator, Callable
 
@@ -75,7 +76,7 @@ def create_app(
     for router in routers:
         app.include_router(router)
     for kind in (Exception, HTTPException, LlamaherdError):
-        app.add_exception_handler(kind, error_response)  # type: ignore[arg-type]
+        app.add_exception_handler(kind, error_response)
     app.add_exception_handler(RequestValidationError, _invalid)  # type: ignore[arg-type]
     app.add_exception_handler(ClientGone, _gone)
     paths = frozenset(r.path for router in routers for r in router.routes if isinstance(r, APIRoute))
@@ -91,9 +92,10 @@ def create_app(
 
 
 def _version() -> str:
-    from .. import __version__
-
-    return __version__
+    try:
+        return importlib.metadata.version("llamaherd")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return "unknown"
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:

@@ -65,7 +65,8 @@ class _Generation(_Body):
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
     repeat_penalty: float | None = None
-    penalty_last_n: int | None = Field(None, alias="repeat_last_n")
+    penalty_last_n: int | None = None
+    repeat_last_n: int | None = Field(None, description="llama.cpp's name of penalty_last_n.")
     dry_multiplier: float | None = None
     dry_base: float | None = None
     dry_allowed_length: int | None = None
@@ -240,6 +241,8 @@ def sampling_of(body: _Generation) -> SamplingConfig:
     """
     given = {name: getattr(body, name) for name in _SAMPLERS}
     values = {name: value for name, value in given.items() if value is not None}
+    if body.repeat_last_n is not None:
+        values.setdefault("penalty_last_n", body.repeat_last_n)
     if body.seed is not None:
         values["seed"] = body.seed % 2**32
     if "dry_sequence_breakers" in values:

@@ -78,7 +78,7 @@ async def _prompt(served: Served, body: SuggestionRequest) -> Prompt:
         raise InvalidParameterError("prompt", body.prompt, "exactly one of prompt and messages")
     if body.messages is None:
         return body.prompt or ""
-    chat = schema.ChatRequest(messages=body.messages)
+    chat = schema.ChatRequest.model_validate({"messages": body.messages})
     return await chat_prompt.render(served, chat)
 
 

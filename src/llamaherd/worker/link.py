@@ -25,7 +25,7 @@ class Link:
     def __init__(self, folder: Path, name: str) -> None:
         self._paths = (folder / f"{name}.up", folder / f"{name}.down")
         self.up, self.down = (f"ipc://{path}" for path in self._paths)
-        self._context = zmq.Context.instance()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._receiver = zmq.asyncio.Socket(self._context, zmq.PULL)
         self._receiver.setsockopt(zmq.LINGER, 0)
         self._receiver.bind(self.up)

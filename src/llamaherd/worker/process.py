@@ -118,7 +118,7 @@ class Worker:
 
     def _obey(self, message: wire.Down) -> None:
         if isinstance(message, wire.Submit):
-            self._callers.submit(self._guarded, self._submit, message)
+            self._callers.submit(self._guarded, lambda: self._submit(message))
         elif isinstance(message, wire.Cancel):
             self._cancel(message.id)
         elif isinstance(message, wire.Call):
@@ -126,7 +126,7 @@ class Worker:
                 self._jobs.append(lambda: self._answer(message))
                 self._running.wake()
             else:
-                self._callers.submit(self._guarded, self._answer, message)
+                self._callers.submit(self._guarded, lambda: self._answer(message))
         else:
             self._stopping.set()
 
@@ -137,10 +137,10 @@ class Worker:
 
     # --------------------------------------------------------------------------------- the callers
 
-    def _guarded(self, function: Callable[[wire.Submit | wire.Call], None], message: wire.Submit) -> None:
+    def _guarded(self, function: Callable[[], None]) -> None:
         """What nobody foresaw ends the process in the open; the server resumes what can be resumed."""
         try:
-            function(message)
+            function()
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()

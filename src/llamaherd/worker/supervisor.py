@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -74,6 +75,8 @@ class Supervisor:
         self._last_beat = 0.0
         self._ready = False
         self._closing = False
+        self._born = 0.0
+        self._last_pid = 0
 
     # -------------------------------------------------------------------------------------- lifetime
 
@@ -120,16 +123,17 @@ class Supervisor:
 
     async def _run(self) -> None:
         futile = 0
-        while not self._closing:
+        while True:
             await asyncio.sleep(_BACKOFF[min(futile, len(_BACKOFF) - 1)])
             before = self.client.events
             try:
                 death = await self._one_life()
             except LlamaherdError as error:
-                self._failed_to_start(error)
+                if self._failed_to_start(error):
+                    return
                 futile = max(futile + 1, 4)
                 continue
-            if self._closing:
+            if self._told_to_stop:
                 return
             futile = futile + 1 if self.client.events == before else 0
             self.last_death = death.how
@@ -137,13 +141,19 @@ class Supervisor:
             log.error("the worker of %s (pid %s) %s; starting another", self.name, self._last_pid, death.how)
             self.client.detach(death)
 
-    def _failed_to_start(self, error: LlamaherdError) -> None:
+    def _failed_to_start(self, error: LlamaherdError) -> bool:
+        """Say why; whether to give up, because it never started at all."""
         log.error("the worker of %s cannot start: %s", self.name, error)
         self.last_death = str(error)
         self.client.refuse(error)
-        if self._first is not None and not self._first.done():
-            self._first.set_exception(error)
-            self._closing = True
+        if self._first is None or self._first.done():
+            return False
+        self._first.set_exception(error)
+        return True
+
+    @property
+    def _told_to_stop(self) -> bool:
+        return self._closing
 
     async def _one_life(self) -> Death:
         """Start a worker and see it to its end. Raises what it says keeps it from starting."""
@@ -157,11 +167,15 @@ class Supervisor:
         receiving = asyncio.create_task(self._receive(link))
         watching = asyncio.create_task(self._watch(child))
         try:
-            await asyncio.wait({receiving, watching, child.exited}, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {receiving, watching, child.exited}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
+                error = receiving.exception()
+                if isinstance(error, LlamaherdError):  # what keeps it from starting
+                    raise error
+                return Death(f"sent what nobody understands ({error!r}) and was replaced", blames=True)
             if watching.done():
                 return watching.result()
-            if receiving.done() and not child.exited.done():
-                return Death(f"sent what nobody understands ({receiving.exception()!r})", blames=True)
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
             for message in await link.drain():

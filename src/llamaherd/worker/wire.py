@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import IO, Any, TypeAlias, cast
 
 import msgspec
 
@@ -264,8 +264,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
 Up: TypeAlias = Ready | StartFailed | Heartbeat | Events | Reply
 
 _encoder = msgspec.msgpack.Encoder()
-_up_decoder: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)  # type: ignore[arg-type]
-_down_decoder: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(Down)  # type: ignore[arg-type]
+_up_decoder: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
+_down_decoder: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(Down)
 
 
 def encode(message: Up | Down) -> bytes:
@@ -380,14 +380,14 @@ def unpack_error(wire: WireError) -> LlamaherdError:
 # -------------------------------------------------------------------------------------- settings
 
 
-def write_config(file: BinaryIO, config: WorkerConfig, *, up: str, down: str) -> None:
+def write_config(file: IO[bytes], config: WorkerConfig, *, up: str, down: str) -> None:
     """Send a worker its settings and its sockets' addresses."""
     data = _encoder.encode(_Start(VERSION, up, down, config))
     file.write(_LENGTH.pack(len(data)) + data)
     file.flush()
 
 
-def read_config(file: BinaryIO) -> tuple[WorkerConfig, str, str]:
+def read_config(file: IO[bytes]) -> tuple[WorkerConfig, str, str]:
     """A worker's settings, and the addresses to send to and to listen at.
 
     Raises:
