@@ -28,6 +28,7 @@ COMMANDS = {
     "convert": ("files", "Write a model file in another container or type."),
     "perplexity": ("measure", "How well a model predicts the text in a file."),
     "compare": ("measure", "What one model predicts otherwise than another."),
+    "serve": ("serve", "Serve models over HTTP: OpenAI's endpoints, Lean's, and a page."),
     "slice": ("making", "Layers [A, B) of a GGUF model as a model of their own."),
     "synthesize": (
         "making",
@@ -35,8 +36,6 @@ COMMANDS = {
     ),
     "export-torch": ("making", "A GGUF model as a transformers checkpoint."),
     "import-torch": ("making", "A transformers checkpoint as GGUF."),
-    "perplexity": ("measure", "Measure how well MODEL predicts the text in FILE (lower is better)."),
-    "compare": ("measure", "Measure what SECOND predicts otherwise than FIRST on the text in FILE."),
 }
 """Command -> its module here, and its line in ``llamaherd --help``."""
 

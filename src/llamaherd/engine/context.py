@@ -32,9 +32,10 @@ from ..native.handles import Handle
 from ..native.library import forget_log, recent_log
 from . import state
 from .cpus import available_cpus, available_memory
+from .guidance import GuidedSampler
 from .memory import Memory
 from .model import Model
-from .protocol import Batch, FloatArray
+from .protocol import Batch, FloatArray, TokenSampler
 from .sampler import Sampler
 from .vocabulary import Vocabulary
 
@@ -405,14 +406,19 @@ class Context:
 
     # ----------------------------------------------------------------------------- sampling
 
-    def make_sampler(self, config: SamplingConfig, prompt: Sequence[int] = ()) -> Sampler:
+    def make_sampler(self, config: SamplingConfig, prompt: Sequence[int] = ()) -> TokenSampler:
         """A sampler for one candidate whose text begins with ``prompt``.
 
         Raises:
-            GrammarError: the grammar does not parse.
+            GrammarError: the grammar or JSON schema is not valid.
             TokenError: ``logit_bias`` names a token outside the vocabulary.
         """
-        return Sampler(config, self.model.handle, self.vocabulary.n_tokens, self.n_ctx, prompt)
+        n_vocab = self.vocabulary.n_tokens
+        if config.json_schema is None:
+            return Sampler(config, self.model.handle, n_vocab, self.n_ctx, prompt)
+        matcher = self.model.guide.matcher(config.json_schema)
+        sampler = Sampler(config, self.model.handle, n_vocab, self.n_ctx, prompt)
+        return GuidedSampler(sampler, matcher, n_vocab, config.json_schema)
 
     # ----------------------------------------------------------------------------- adapters
 

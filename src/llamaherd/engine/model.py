@@ -28,6 +28,7 @@ from ..native import model as native
 from ..native.handles import Handle
 from ..native.library import forget_log, recent_log
 from . import legacy
+from .guidance import Guide
 from .vocabulary import Vocabulary
 
 __all__ = ["Model"]
@@ -64,6 +65,7 @@ class Model:
         if not self._facts["n_params"]:
             self._facts |= _sizes(path)  # llama.cpp counts only what it loads itself
         self.vocabulary = Vocabulary(handle)
+        self.guide = Guide(self.vocabulary)
 
     @classmethod
     def load(

@@ -74,7 +74,8 @@ class Emitter:
         candidate.logprobs.append(logprob)
         ends = token in group.end_tokens
         full = len(candidate.tokens) >= group.max_tokens
-        delta = candidate.stream.push(self._intake.piece(group, token), final=ends or full)
+        piece = self._intake.piece(group, token)
+        delta = candidate.stream.push(piece, final=ends or full)
         candidate.text += delta.text
         reason: FinishReason | None = None
         if ends or delta.stop is not None:
@@ -82,7 +83,8 @@ class Emitter:
         elif full:
             reason = "length"
         top = self._top(logits, norm, request.logprobs) if request.logprobs else ()
-        group.handle.push(Token(candidate.index, token, delta.text, logprob, top, reason))
+        event = Token(candidate.index, token, delta.text, logprob, top, reason, candidate.stop, piece)
+        group.handle.push(event)
         if reason is not None:
             self._end(candidate, reason)
 
@@ -147,13 +149,14 @@ class Emitter:
             for rank, h in enumerate(group.beam.best(group.request.n))
         )
 
-    @staticmethod
-    def _push_all(group: Group, completion: Completion) -> None:
+    def _push_all(self, group: Group, completion: Completion) -> None:
         """A completion's tokens as events; all of its text comes with the last one."""
         last = len(completion.tokens) - 1
         for i, (token, logprob) in enumerate(zip(completion.tokens, completion.logprobs, strict=True)):
             text, reason = (completion.text, completion.finish_reason) if i == last else ("", None)
-            group.handle.push(Token(completion.index, token, text, logprob, (), reason))
+            stop = completion.stop if i == last else None
+            piece = self._intake.piece(group, token)
+            group.handle.push(Token(completion.index, token, text, logprob, (), reason, stop, piece))
 
     # ---------------------------------------------------------------------------------- ending
 
