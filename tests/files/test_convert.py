@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.files.stock_llama import StockLlama
 from llamaherd import files
 from llamaherd.errors import FileError, InvalidParameterError, UnsupportedFileError
 from llamaherd.files.convert import FORMATS
+from llamaherd.files.metadata import TypedValue, ValueType
 from llamaherd.files.synthesize import synthesize
 
 LEGACY = [name for name in FORMATS if name not in ("gguf", "ggjt")]
@@ -221,6 +223,20 @@ def test_what_readers_cannot_know_is_noted(tmp_path: Path) -> None:
         assert expected in notes
     with files.open(tmp_path / "b.bin") as model:  # our own reader takes it from wk's rows
         assert files.contents_of(model).values()["llama.attention.head_count_kv"] == 2
+
+
+@pytest.mark.parametrize("n_ff", [352, 2**31 - 1])
+def test_n_mult_gives_n_ff_as_readers_compute_it(tmp_path: Path, n_ff: int) -> None:
+    """Also, and at once, where the metadata lie about the tensors."""
+    with files.open(tiny(tmp_path / "a.gguf")) as model:
+        contents = files.contents_of(model)
+        contents.metadata["llama.feed_forward_length"] = TypedValue(ValueType.UINT32, n_ff)
+        start = time.process_time()
+        files.legacy_writer.write_legacy(tmp_path / "b.bin", contents, sync=False)
+        assert time.process_time() - start < 1
+    with files.open(tmp_path / "b.bin") as model:
+        n_mult: Any = model.metadata["n_mult"]
+        assert (2 * (4 * 128) // 3 + n_mult - 1) // n_mult * n_mult == n_ff
 
 
 def test_k_quants_fit_ggjt_3_only(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from math import isqrt
 from pathlib import Path
 
 import numpy as np
@@ -154,7 +155,8 @@ def _n_mult(contents: Contents, numbers: dict[str, int | float], report: LegacyR
     base = 2 * (4 * int(numbers["n_embd"])) // 3
     if n_ff >= base:
         # n_ff itself always works; 256 is what the models of the time had
-        fitting = (256, *(m for m in range(1, n_ff + 1) if n_ff % m == 0))
+        small = [m for m in range(1, isqrt(n_ff) + 1) if n_ff % m == 0]
+        fitting = (256, *small, *(n_ff // m for m in reversed(small)))
         return next(m for m in fitting if -(-base // m) * m == n_ff)
     report.notes.append(
         f"n_ff = {n_ff} is less than 8/3 of n_embd: readers that compute it from n_mult will refuse the file"
