@@ -136,6 +136,8 @@ def _logit_rows(one: Pass, piece: slice, flat: NDArray[np.intp]) -> NDArray[np.i
     """For each token of the piece its row in ``one.logits`` (the last, spare one if it is not kept)."""
     kept = int(one.keep.sum())
     width = piece.stop - piece.start
+    if kept == width == len(one.keep):
+        return flat
     row, column = flat // width, flat % width + piece.start
     order = np.cumsum(one.keep) - 1
     return np.where(one.keep[column], row * kept + order[column], len(one.logits) - 1)
