@@ -86,6 +86,8 @@ class SamplingConfig:
         mirostat: 0 off, 1 or 2 the version (Basu et al. 2020); mirostat_tau, mirostat_eta its targets.
         logit_bias: token id -> value added to its logit; ``-inf`` forbids it.
         grammar: a GBNF grammar that the text must follow; its root rule is ``grammar_root``.
+        json_schema: a JSON schema, as JSON text, that the text must follow (needs llguidance); it excludes
+            ``grammar``.
         seed: 0 <= seed < 2**32; None draws one. Token number t of candidate i depends on (seed, i, t) only,
             so a request continued elsewhere gives the same tokens.
         min_keep: truncations always keep at least this many tokens.
@@ -116,6 +118,7 @@ class SamplingConfig:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: str | None = None
     grammar_root: str = "root"
+    json_schema: str | None = None
     seed: int | None = None
     min_keep: int = 1
 
@@ -140,6 +143,8 @@ class SamplingConfig:
         _number("mirostat_tau", self.mirostat_tau, 0, 1e3)
         _number("mirostat_eta", self.mirostat_eta, 0, 1e3)
         _number("min_keep", self.min_keep, 0, 2**31 - 1, integer=True)
+        if self.json_schema is not None and self.grammar is not None:
+            raise InvalidParameterError("json_schema", self.json_schema[:80], "not beside a grammar")
         if self.seed is not None:
             _number("seed", self.seed, 0, 2**32 - 1, integer=True)
         for token, bias in self.logit_bias.items():

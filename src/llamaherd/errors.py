@@ -28,11 +28,17 @@
     │   ├── GrammarError
     │   ├── LogitsError                     the model produced NaN or no finite logit
     │   ├── ChatTemplateError
+    │   ├── UnknownModelError               no model of that name is served
     │   └── DeadlineError                   out of time
     ├── CapacityError                   right now, there is no room
     │   ├── OutOfSequencesError
     │   ├── OutOfCellsError
-    │   └── QueueFullError
+    │   ├── QueueFullError
+    │   ├── SlowReaderError                 events pile up unread
+    │   └── ShuttingDownError               no new requests are taken
+    ├── WorkerError                     the engine's process failed
+    │   ├── WorkerStartError                it cannot be started
+    │   └── WorkerDiedError                 this request ended it more than once
     └── ClosedError                     used after close()
 
 Each carries what it talks about as attributes (the value, the limit), so that callers decide by type
@@ -75,12 +81,18 @@ __all__ = [
     "QueueFullError",
     "RequestError",
     "SequenceError",
+    "ShuttingDownError",
+    "SlowReaderError",
     "StateMismatchError",
     "TokenError",
     "TruncatedFileError",
+    "UnknownModelError",
     "UnknownParameterError",
     "UnsupportedError",
     "UnsupportedFileError",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerStartError",
 ]
 
 
@@ -315,6 +327,15 @@ class ChatTemplateError(RequestError):
     """The model's chat template is missing, does not compile, or refused these messages."""
 
 
+class UnknownModelError(RequestError):
+    """No model of that ``name`` is served; ``served`` are."""
+
+    def __init__(self, name: str, served: Iterable[str]) -> None:
+        self.name = name
+        self.served = tuple(served)
+        super().__init__(f"there is no model {name[:100]!r} here; served: {', '.join(self.served)}")
+
+
 class DeadlineError(RequestError):
     """The request's ``deadline`` (seconds) passed before its first token."""
 
@@ -371,6 +392,42 @@ class QueueFullError(CapacityError):
             f"{limit} requests already wait (max_queue); try again in {retry_after:g} s or raise max_queue",
             limit,
         )
+
+
+class SlowReaderError(CapacityError):
+    """The request's events were not read: ``limit`` of them piled up, and it was cancelled."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"{limit} events were waiting to be read, so the request was cancelled; read faster", limit
+        )
+
+
+class ShuttingDownError(CapacityError):
+    """The server takes no new requests because it stops; try again after ``retry_after`` seconds."""
+
+    def __init__(self, retry_after: float = 5.0) -> None:
+        self.retry_after = retry_after
+        super().__init__(f"the server is shutting down; try again in {retry_after:g} s", 0)
+
+
+# ----------------------------------------------------------------------------------------- worker
+
+
+class WorkerError(LlamaherdError):
+    """The process that computes failed. ``cause`` says how."""
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        self.cause = cause
+        super().__init__(message)
+
+
+class WorkerStartError(WorkerError):
+    """The worker process cannot be started, or not often enough to be of use."""
+
+
+class WorkerDiedError(WorkerError):
+    """The worker process died over this request, more than once; it is not tried again."""
 
 
 # ----------------------------------------------------------------------------------------- closed

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 from .config import SamplingConfig
 from .errors import ConfigError, InvalidParameterError
 from .types import Completion, Finished, GenerationRequest, Prompt, Suggestion
 
-__all__ = ["DEFAULT_SAMPLING", "rank", "suggest"]
+__all__ = ["DEFAULT_SAMPLING", "rank", "suggest", "suggesting"]
 
 DEFAULT_SAMPLING = SamplingConfig(temperature=0.7, top_k=0, top_p=1.0, min_p=0.0)
 """What suggestions are drawn with unless told otherwise: the model's own distribution, a little sharper."""
@@ -23,19 +23,40 @@ def suggest(
     prompt: Prompt,
     n: int,
     max_tokens: int,
+    **options: Any,
+) -> list[Suggestion]:
+    """Up to n distinct, non-empty suggestions, best first.
+
+    Args:
+        generate: runs a request to its end.
+        options: see suggesting().
+    """
+    asking = suggesting(prompt, n, max_tokens, **options)
+    request = next(asking)
+    while True:
+        try:
+            request = asking.send(generate(request))
+        except StopIteration as end:
+            found: list[Suggestion] = end.value
+            return found
+
+
+def suggesting(
+    prompt: Prompt,
+    n: int,
+    max_tokens: int,
     *,
     sampling: SamplingConfig | None = None,
     beam: bool = False,
     keep: Callable[[str], bool] | None = None,
     **request: Any,
-) -> list[Suggestion]:
-    """Up to n distinct, non-empty suggestions, best first.
+) -> Generator[GenerationRequest, Finished, list[Suggestion]]:
+    """suggest() without running anything: yields requests, is sent their ends, returns the suggestions.
 
     Which samples are drawn depends only on which of the earlier ones came out alike, so the same seed
     gives the same suggestions whatever the timing.
 
     Args:
-        generate: runs a request to its end.
         keep: whether a text is acceptable, beside not being empty.
         request: further fields of GenerationRequest.
     """
@@ -44,9 +65,7 @@ def suggest(
         raise InvalidParameterError("n", n, "an integer >= 1")
     found: dict[str, Completion] = {}
     if beam:
-        final = generate(
-            GenerationRequest(prompt, max_tokens=max_tokens, n=n, beams=n, sampling=base, **request)
-        )
+        final = yield GenerationRequest(prompt, max_tokens=max_tokens, n=n, beams=n, sampling=base, **request)
         _collect(found, final.completions, keep)
         return rank(list(found.values()), n)
     if base.greedy:
@@ -60,10 +79,8 @@ def suggest(
             break
         indices = range(drawn, drawn + missing)
         drawn += missing
-        final = generate(
-            GenerationRequest(
-                prompt, max_tokens=max_tokens, n=drawn, indices=indices, sampling=base, **request
-            )
+        final = yield GenerationRequest(
+            prompt, max_tokens=max_tokens, n=drawn, indices=indices, sampling=base, **request
         )
         _collect(found, final.completions, keep)
         if any(c.finish_reason in ("cancelled", "deadline") for c in final.completions):

@@ -92,7 +92,7 @@ class GenerationRequest:
             _number("beams", self.beams, 1, 256, integer=True)
             if self.n > self.beams:
                 raise InvalidParameterError("n", self.n, f"at most beams ({self.beams}) with beam search")
-            if self.sampling.grammar is not None:
+            if self.sampling.grammar is not None or self.sampling.json_schema is not None:
                 raise InvalidParameterError("beams", self.beams, "beam search takes no grammar; sample")
         if self.deadline is not None:
             _number("deadline", self.deadline, 0)
@@ -122,6 +122,8 @@ class Token:
 
     ``text`` is what became certain with it: it may be empty (half a character, or the beginning of what
     may be a stop text) or hold text of earlier tokens. Joined, the texts equal the completion's text.
+    ``stop`` is the stop text that ended the candidate with this token, if one did; ``piece`` the token's own
+    bytes (none of those that end a text).
     """
 
     index: int
@@ -130,6 +132,8 @@ class Token:
     logprob: float
     top_logprobs: tuple[Logprob, ...] = ()
     finish_reason: FinishReason | None = None
+    stop: str | None = None
+    piece: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

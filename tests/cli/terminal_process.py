@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -12,6 +13,8 @@ import termios
 import time
 from collections.abc import Sequence
 from typing import Any
+
+_PROGRESS = re.compile(r"\r(loading \d+ %|\x1b\[K)")
 
 
 class TerminalProcess:
@@ -51,7 +54,7 @@ class TerminalProcess:
             data = os.read(self._master, 4096)
             if b"\x1b[6n" in data:  # "where is the cursor?"
                 os.write(self._master, b"\x1b[1;1R")
-            self.seen += data.decode("utf-8", "replace")
+            self.seen = _PROGRESS.sub("", self.seen + data.decode("utf-8", "replace"))
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())

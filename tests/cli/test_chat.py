@@ -8,6 +8,7 @@ from tests.cli.terminal_process import TerminalProcess
 
 ANSWER = "tokens/s"
 READY = "\x1b[?2004h"  # bracketed paste on: the prompt takes input
+ANSWERING = "\x1b[?2004l"
 
 
 def test_each_line_of_a_pipe_is_a_turn(llamaherd: Run, tiny_model_path: Path) -> None:
@@ -72,8 +73,8 @@ def test_a_conversation_in_a_terminal(demo_model_path: Path, environment: dict[s
         terminal.wait_for(ANSWER)
         terminal.wait_for(READY)
         terminal.type("Write a very long story about the sea.\r")
-        terminal.wait_for("sea.")
-        terminal.wait_for_more(200)
+        terminal.wait_for(ANSWERING)
+        terminal.wait_for_more(60)
         terminal.interrupt()
         terminal.wait_for("; stopped)")
         terminal.wait_for(READY)

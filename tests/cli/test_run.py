@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def test_it_prints_what_the_model_says(llamaherd: Run, tiny_model_path: Path) ->
 def test_parameters_by_their_llama_cpp_names(llamaherd: Run, tiny_model_path: Path) -> None:
     done = llamaherd(
         "run", tiny_model_path, "once", "--max-tokens", 5, "--quiet", "--set", "n_batch=64",
-        "--param", "use_extra_bufts=false", "--set", "type_k=q8_0", "--set", "logit_bias={}", "--set", "seed=1",
+        "--param", "use_extra_bufts=false", "--set", "type_k=f32", "--set", "logit_bias={}", "--set", "seed=1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -37,11 +38,9 @@ def test_a_prompt_too_long_says_both_counts(llamaherd: Run, tiny_model_path: Pat
 
 @pytest.mark.real
 def test_chat_uses_the_models_template(llamaherd: Run, demo_model_path: Path) -> None:
-    done = llamaherd(
-        "run", "--chat", "What is the capital of France?", "--temperature", 0, "--max-tokens", 30
-    )
+    done = llamaherd("run", "--chat", "What is 2+2?", "--temperature", 0, "--max-tokens", 30)
     assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
+    assert "4" in done.stdout
 
 
 @pytest.mark.real
@@ -65,16 +64,18 @@ def test_ctrl_c_stops_at_once_and_leaves_the_terminal_clean(
 
 
 @pytest.mark.real
-def test_ctrl_c_during_a_long_prefill(
-    demo_model_path: Path, environment: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("seconds", [0.7, 1.2, 2, 4])
+def test_ctrl_c_while_loading_or_in_a_long_prefill(
+    demo_model_path: Path, environment: dict[str, str], tmp_path: Path, seconds: float
 ) -> None:
     file = tmp_path / "long.txt"
     file.write_text("word " * 7000)
     terminal = TerminalProcess(["run", "demo", "--file", file, "--n-ctx", 8192], environment)
     try:
-        time.sleep(3)
+        time.sleep(seconds)
         terminal.interrupt()
-        assert terminal.end(20) == 130
-        assert "Traceback" not in terminal.seen
+        assert terminal.end(20) in (130, -signal.SIGINT)  # the latter while Python itself still starts
+        assert "ignored" not in terminal.seen
+        assert terminal.settings_now() == terminal.settings
     finally:
         terminal.close()

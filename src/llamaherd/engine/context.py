@@ -28,12 +28,14 @@ from ..errors import (
     UnsupportedError,
 )
 from ..native import context as native
+from ..native.handles import Handle
 from ..native.library import forget_log, recent_log
 from . import state
 from .cpus import available_cpus, available_memory
+from .guidance import GuidedSampler
 from .memory import Memory
 from .model import Model
-from .protocol import Batch, FloatArray
+from .protocol import Batch, FloatArray, TokenSampler
 from .sampler import Sampler
 from .vocabulary import Vocabulary
 
@@ -406,14 +408,19 @@ class Context:
 
     # ----------------------------------------------------------------------------- sampling
 
-    def make_sampler(self, config: SamplingConfig, prompt: Sequence[int] = ()) -> Sampler:
+    def make_sampler(self, config: SamplingConfig, prompt: Sequence[int] = ()) -> TokenSampler:
         """A sampler for one candidate whose text begins with ``prompt``.
 
         Raises:
-            GrammarError: the grammar does not parse.
+            GrammarError: the grammar or JSON schema is not valid.
             TokenError: ``logit_bias`` names a token outside the vocabulary.
         """
-        return Sampler(config, self.model.handle, self.vocabulary.n_tokens, self.n_ctx, prompt)
+        n_vocab = self.vocabulary.n_tokens
+        if config.json_schema is None:
+            return Sampler(config, self.model.handle, n_vocab, self.n_ctx, prompt)
+        matcher = self.model.guide.matcher(config.json_schema)
+        sampler = Sampler(config, self.model.handle, n_vocab, self.n_ctx, prompt)
+        return GuidedSampler(sampler, matcher, n_vocab, config.json_schema)
 
     # ----------------------------------------------------------------------------- adapters
 
@@ -436,12 +443,25 @@ class Context:
             adapters = self.model.adapters
             if len(scales) != len(adapters) or not all(np.isfinite(s) for s in scales):
                 raise InvalidParameterError("scales", scales, f"{len(adapters)} finite numbers")
-            on = [
-                (handle, float(scale)) for (handle, _), scale in zip(adapters, scales, strict=True) if scale
-            ]
-            if native.set_adapters(self._handle, on) != 0:
-                raise ContextError("llama.cpp could not apply the LoRA adapters", recent_log())
+            self._apply_loras(adapters, scales)
             self._lora_scales = tuple(float(s) for s in scales)
+
+    def drop_lora(self, index: int) -> None:
+        """Stop using the model's adapter at ``index``; Model.remove_lora() calls it before it frees one."""
+        with self._lock:
+            if self._handle.closed or index >= len(self._lora_scales):
+                return
+            adapters = list(self.model.adapters[: len(self._lora_scales)])
+            scales = list(self._lora_scales)
+            del adapters[index], scales[index]
+            self._apply_loras(adapters, scales)
+            self._lora_scales = tuple(scales)
+
+    def _apply_loras(self, adapters: Sequence[tuple[Handle, float]], scales: Sequence[float]) -> None:
+        pairs = zip(adapters, scales, strict=True)
+        on = [(handle, float(scale)) for (handle, _), scale in pairs if scale]
+        if native.set_adapters(self._handle, on) != 0:
+            raise ContextError("llama.cpp could not apply the LoRA adapters", recent_log())
 
     # -------------------------------------------------------------------------------- state
 

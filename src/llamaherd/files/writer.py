@@ -21,7 +21,7 @@ from llamaherd.files.model_file import Tensor
 from llamaherd.files.pieces import write_pieces
 from llamaherd.files.strings import StringArray
 
-__all__ = ["Progress", "encode_header", "split_path", "write_gguf"]
+__all__ = ["Progress", "encode_header", "split_path", "stream_gguf", "write_gguf"]
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called as (bytes written, bytes in all) after every piece of at most 8 MiB."""
@@ -96,6 +96,16 @@ def encode_header(
         offset += _padded(tensor.nbytes, alignment)
     out += bytes(_padded(len(out), alignment) - len(out))
     return bytes(out)
+
+
+def stream_gguf(
+    file: BinaryIO, metadata: Mapping[str, Value | TypedValue], tensors: Sequence[Tensor]
+) -> None:
+    """Write one GGUF v3 file into an open binary file; tensors are loaded one at a time."""
+    file.write(encode_header(metadata, tensors))
+    for tensor in tensors:
+        for _ in _write_tensor(file, tensor, 32):
+            pass
 
 
 def split_path(path: str | os.PathLike[str], index: int, count: int) -> Path:

@@ -382,6 +382,18 @@ class Scheduler:
         self._logits.clear()
         self._residency.clear()
 
+    def make_room(self, *, cells: int = 0, sequences: int = 0) -> bool:
+        """Evict idle sequences until that much is free; whether it is. Not beside step()."""
+        return self._residency.make_room(cells=cells, sequences=sequences)
+
+    def idle(self) -> list[tuple[int, NDArray[np.int32]]]:
+        """Idle sequences and their tokens, least recently used first. Not beside step()."""
+        return self._residency.idle()
+
+    def adopt(self, sequence: int, tokens: NDArray[np.int32]) -> None:
+        """Take in a restored sequence for prompts that begin as it does. Not beside step()."""
+        self._residency.adopt(sequence, tokens)
+
     def stats(self) -> SchedulerStats:
         """A look at what goes on."""
         memory = self.engine.memory

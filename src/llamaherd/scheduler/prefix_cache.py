@@ -87,6 +87,11 @@ class PrefixCache:
         """All sequences and their tokens."""
         return [(sequence, entry.tokens) for sequence, entry in self._entries.items()]
 
+    def by_age(self) -> list[tuple[int, Tokens]]:
+        """All sequences and their tokens, least recently used first."""
+        entries = sorted(self._entries.items(), key=lambda item: item[1].used)
+        return [(sequence, entry.tokens) for sequence, entry in entries]
+
     def covered_by(self, tokens: Tokens) -> list[int]:
         """Sequences that hold nothing but a beginning of ``tokens``: they are of no further use."""
         return [s for s, e in self._entries.items() if common_prefix(e.tokens, tokens) == len(e.tokens)]

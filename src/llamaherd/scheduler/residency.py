@@ -85,6 +85,14 @@ class Residency:
         self.cache.take(sequence)
         self._memory.release(sequence)
 
+    def idle(self) -> list[tuple[int, Tokens]]:
+        """Idle sequences and their tokens, least recently used first."""
+        return self.cache.by_age()
+
+    def adopt(self, sequence: int, tokens: Tokens) -> None:
+        """Take in a sequence that somebody else has made, as an idle one."""
+        self.retire(sequence, tokens)
+
     def clear(self) -> None:
         """Release every idle sequence."""
         for sequence, _ in self.cache.holders():

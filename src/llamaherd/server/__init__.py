@@ -1,0 +1,1 @@
+"""HTTP at the edge: translate, never compute. Nothing in here loads libllama."""

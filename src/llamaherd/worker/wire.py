@@ -1,0 +1,400 @@
+"""What goes over the socket between the server's process and a worker: msgpack, typed, versioned.
+
+    server ── Submit, Cancel, Call, Stop ──▶ worker
+    server ◀── Ready | StartFailed, Heartbeat, Events, Reply ── worker
+
+The worker's settings (WorkerConfig) go in first, through its standard input.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import IO, Any, TypeAlias, cast
+
+import msgspec
+
+from .. import errors
+from ..config import LoraConfig, SamplingConfig, SchedulerConfig
+from ..errors import LlamaherdError, WorkerStartError
+from ..types import Finished, GenerationRequest, Prompt, PromptPart, Token, Usage
+
+__all__ = [
+    "VERSION",
+    "Call",
+    "Cancel",
+    "Down",
+    "EmbedCall",
+    "Events",
+    "Heartbeat",
+    "ModelInfo",
+    "Ready",
+    "Reply",
+    "StartFailed",
+    "Stats",
+    "Stop",
+    "Submit",
+    "TokenizeCall",
+    "Up",
+    "WireError",
+    "WirePrompt",
+    "WireRequest",
+    "WorkerConfig",
+    "decode_down",
+    "decode_up",
+    "encode",
+    "pack_error",
+    "pack_prompt",
+    "pack_request",
+    "read_config",
+    "unpack_error",
+    "unpack_prompt",
+    "unpack_request",
+    "write_config",
+]
+
+VERSION = 1
+_LENGTH = struct.Struct("<I")
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker runs.
+
+    Attributes:
+        model: path of the model file.
+        params: llama.cpp's own model and context parameters by their names.
+        loras: adapters to apply.
+        scheduler: how the engine is shared.
+        engine: ``"module:function"`` of an Engine of your own in place of a model file; it is called
+            without arguments.
+        heartbeat: seconds between signs of life.
+        memory_limit: bytes of memory of its own (mapped files not counted) above which the worker is
+            replaced; 0 sets no limit.
+        cache_dir, cache_bytes: where idle KV states are kept on disk, and how much at most; none if empty.
+    """
+
+    model: str = ""
+    params: dict[str, Any] = {}
+    loras: tuple[LoraConfig, ...] = ()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    engine: str = ""
+    heartbeat: float = 0.5
+    memory_limit: int = 0
+    cache_dir: str = ""
+    cache_bytes: int = 1 << 30
+
+
+class _Start(msgspec.Struct, frozen=True):
+    """The first thing a worker reads: its settings and where its sockets are."""
+
+    version: int
+    up: str
+    down: str
+    config: WorkerConfig
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server needs to know of a loaded model. Sizes are in tokens, ``size`` in bytes."""
+
+    architecture: str = ""
+    description: str = ""
+    n_params: int = 0
+    size: int = 0
+    n_vocab: int = 0
+    n_ctx: int = 0
+    n_ctx_train: int = 0
+    n_embd: int = 0
+    max_sequences: int = 0
+    chat_template: str | None = None
+    tool_template: str | None = None
+    bos: str = ""
+    eos: str = ""
+    pad: str = ""
+    add_bos: bool = False
+    control_texts: tuple[str, ...] = ()
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """A look at a worker; totals count from its start.
+
+    Attributes:
+        memory: bytes of its own, mapped files not counted.
+        step_seconds: how long the step in flight has taken by now; 0 between steps.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    cached_sequences: int = 0
+    used_cells: int = 0
+    n_cells: int = 0
+    decoded_tokens: int = 0
+    prefilled_tokens: int = 0
+    reused_tokens: int = 0
+    restored_tokens: int = 0
+    steps: int = 0
+    memory: int = 0
+    step_seconds: float = 0.0
+
+
+class WireError(msgspec.Struct, frozen=True, array_like=True):
+    """An exception: the name of its class in llamaherd.errors, its message and its attributes."""
+
+    kind: str
+    message: str
+    data: dict[str, Any]
+
+
+# -------------------------------------------------------------------------------- to the worker
+
+
+class WirePrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A Prompt: exactly one of the three."""
+
+    text: str | None = None
+    tokens: list[int] | None = None
+    parts: list[PromptPart] | None = None
+
+
+class WireRequest(msgspec.Struct, frozen=True):
+    """A GenerationRequest."""
+
+    prompt: WirePrompt
+    max_tokens: int
+    n: int
+    sampling: SamplingConfig
+    beams: int | None
+    length_penalty: float
+    stop: list[str]
+    stop_tokens: list[int]
+    ignore_eos: bool
+    logprobs: int
+    deadline: float | None
+    client: str
+    indices: list[int] | None
+    resume: dict[int, list[int]]
+    request_id: str
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+    """Run a request under this number."""
+
+    id: int
+    request: WireRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """Cancel the request of this number."""
+
+    id: int
+
+
+class TokenizeCall(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):
+    """The token ids of a prompt, or (tokens given) the text of ids."""
+
+    prompt: WirePrompt
+    detokenize: bool = False
+
+
+class EmbedCall(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
+    """Embeddings of prompts, each scaled to length 1 if ``normalize``."""
+
+    prompts: list[WirePrompt]
+    normalize: bool = True
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
+    """A question that has one Reply of the same number."""
+
+    id: int
+    call: TokenizeCall | EmbedCall
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """Keep on disk what is to be kept, and exit."""
+
+
+Down: TypeAlias = Submit | Cancel | Call | Stop
+
+
+# ------------------------------------------------------------------------------ from the worker
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The worker takes requests."""
+
+    version: int
+    info: ModelInfo
+
+
+class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The worker could not start, and exits."""
+
+    error: WireError
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """A sign of life."""
+
+    stats: Stats
+
+
+class Events(msgspec.Struct, frozen=True, array_like=True, tag="events"):
+    """Events of many requests, by their numbers; a request's tokens come before its end."""
+
+    tokens: list[tuple[int, Token]] = []
+    finished: list[tuple[int, Finished]] = []
+    failed: list[tuple[int, WireError, Usage]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.finished or self.failed)
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
+    """The answer to a Call: ids, a text, float32 rows as bytes with their width, or an error."""
+
+    id: int
+    tokens: list[int] | None = None
+    text: str | None = None
+    rows: bytes | None = None
+    width: int = 0
+    n_tokens: int = 0
+    error: WireError | None = None
+
+
+Up: TypeAlias = Ready | StartFailed | Heartbeat | Events | Reply
+
+_encoder = msgspec.msgpack.Encoder()
+_up_decoder: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
+_down_decoder: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(Down)
+
+
+def encode(message: Up | Down) -> bytes:
+    """A message's bytes."""
+    return _encoder.encode(message)
+
+
+def decode_up(data: bytes) -> Up:
+    """A message from a worker. Raises msgspec.MsgspecError."""
+    return _up_decoder.decode(data)
+
+
+def decode_down(data: bytes) -> Down:
+    """A message to a worker. Raises msgspec.MsgspecError."""
+    return _down_decoder.decode(data)
+
+
+# -------------------------------------------------------------------------------------- requests
+
+
+def _valid_text(text: str) -> str:
+    """Lone surrogates, which no encoding takes, become U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def pack_prompt(prompt: Prompt) -> WirePrompt:
+    """A prompt for the wire."""
+    if isinstance(prompt, str):
+        return WirePrompt(text=_valid_text(prompt))
+    if prompt and all(isinstance(p, PromptPart) for p in prompt):
+        parts = [cast(PromptPart, p) for p in prompt]
+        return WirePrompt(parts=[PromptPart(_valid_text(p.text), p.parse_special) for p in parts])
+    return WirePrompt(tokens=[int(cast(int, t)) for t in prompt])
+
+
+def unpack_prompt(prompt: WirePrompt) -> Prompt:
+    """A prompt from the wire."""
+    if prompt.text is not None:
+        return prompt.text
+    return prompt.parts if prompt.parts is not None else prompt.tokens or []
+
+
+def pack_request(request: GenerationRequest) -> WireRequest:
+    """A request for the wire."""
+    return WireRequest(
+        prompt=pack_prompt(request.prompt),
+        max_tokens=min(request.max_tokens, 2**31),
+        n=request.n,
+        sampling=request.sampling,
+        beams=request.beams,
+        length_penalty=request.length_penalty,
+        stop=[_valid_text(s) for s in request.stop],
+        stop_tokens=list(request.stop_tokens),
+        ignore_eos=request.ignore_eos,
+        logprobs=request.logprobs,
+        deadline=request.deadline,
+        client=_valid_text(request.client),
+        indices=None if request.indices is None else list(request.indices),
+        resume={i: list(tokens) for i, tokens in request.resume.items()},
+        request_id=_valid_text(request.request_id),
+    )
+
+
+def unpack_request(wire: WireRequest) -> GenerationRequest:
+    """A request from the wire. Raises InvalidParameterError, as GenerationRequest does."""
+    fields = {name: getattr(wire, name) for name in wire.__struct_fields__}
+    return GenerationRequest(**fields | {"prompt": unpack_prompt(wire.prompt)})
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+def _tree(root: type[LlamaherdError]) -> Iterator[type[LlamaherdError]]:
+    yield root
+    for kind in root.__subclasses__():
+        yield from _tree(kind)
+
+
+_KINDS = {kind.__name__: kind for kind in _tree(LlamaherdError) if kind.__module__ == errors.__name__}
+_LONGEST = 20_000  # characters of a message or of an attribute
+
+
+def pack_error(error: LlamaherdError) -> WireError:
+    """An error for the wire: what it says, and those of its attributes that are plain values."""
+    kind = next(k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS)
+    return WireError(kind, _valid_text(str(error))[:_LONGEST], dict(_plain(vars(error))))
+
+
+def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, str):
+            yield name, _valid_text(value)[:_LONGEST]
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            continue
+        elif value is None or isinstance(value, (int, float)):
+            yield name, value
+
+
+def unpack_error(wire: WireError) -> LlamaherdError:
+    """An error of the same type, message and attributes."""
+    kind = _KINDS.get(wire.kind, LlamaherdError)
+    error = kind.__new__(kind)
+    Exception.__init__(error, wire.message)
+    error.__dict__.update(wire.data)
+    return error
+
+
+# -------------------------------------------------------------------------------------- settings
+
+
+def write_config(file: IO[bytes], config: WorkerConfig, *, up: str, down: str) -> None:
+    """Send a worker its settings and its sockets' addresses."""
+    data = _encoder.encode(_Start(VERSION, up, down, config))
+    file.write(_LENGTH.pack(len(data)) + data)
+    file.flush()
+
+
+def read_config(file: IO[bytes]) -> tuple[WorkerConfig, str, str]:
+    """A worker's settings, and the addresses to send to and to listen at.
+
+    Raises:
+        WorkerStartError: the other side speaks another version.
+    """
+    (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+    start = msgspec.msgpack.decode(file.read(length), type=_Start)
+    if start.version != VERSION:
+        raise WorkerStartError(f"the server speaks version {start.version}, this worker {VERSION}")
+    return start.config, start.up, start.down
