@@ -1,7 +1,8 @@
 """generate() side by side: this backend, torch (fp32, bf16), llama-cpp-python's Llama, a bare decode loop.
 
 One process, one model file, the same prompts; each contest is run in rounds, the contestants taking turns, and
-the median counts. Rates are new tokens a second, prefill included, except "bare", which only decodes.
+the median counts. Rates are new tokens a second, prefill included. On a machine that others use, ``--cpu``
+counts this process's CPU seconds instead, best with ``--threads 1``.
 
     python benchmarks/generate.py                    # the demo model as f16
     python benchmarks/generate.py model.gguf --rounds 5 --json out.json
@@ -52,25 +53,28 @@ REPETITIVE = "".join(
 class Contest:
     """Rates of each contestant in each discipline."""
 
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, rounds: int, *, warm: bool = True, cpu: bool = False) -> None:
         self.rounds = rounds
+        self.warm = warm
+        self.clock = time.process_time if cpu else time.perf_counter
+        self.unit = "CPU second" if cpu else "second"
         self.rates: dict[str, dict[str, float]] = {}
         self.loads: dict[str, float] = {}
 
     def run(self, discipline: str, contestants: dict[str, Callable[[], int]]) -> None:
         times: dict[str, list[float]] = {name: [] for name in contestants}
-        for turn in range(self.rounds + 1):
+        for turn in range(self.rounds + self.warm):
             for name, play in contestants.items():
-                start = time.perf_counter()
+                start = self.clock()
                 tokens = play()
-                if turn:  # the first warms up
-                    times[name].append(tokens / (time.perf_counter() - start))
+                if turn >= self.warm:  # the first warms up
+                    times[name].append(tokens / (self.clock() - start))
         self.rates[discipline] = {name: statistics.median(found) for name, found in times.items()}
 
     def load(self, name: str, make: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
+        start = self.clock()
         model = make()
-        self.loads[name] = time.perf_counter() - start
+        self.loads[name] = self.clock() - start
         return model
 
 
@@ -113,11 +117,11 @@ def bare_loop(model: LlamaCppForCausalLM, tokens: list[int], n: int) -> Callable
     return play
 
 
-def llama_loop(path: str, tokens: list[int], n: int) -> Callable[[], int]:
+def llama_loop(path: str, tokens: list[int], n: int, **threads: int) -> Callable[[], int]:
     """llama-cpp-python's own high-level class."""
     import llama_cpp
 
-    llama = llama_cpp.Llama(path, n_ctx=2048, verbose=False, logits_all=False)
+    llama = llama_cpp.Llama(path, n_ctx=2048, verbose=False, **threads)
 
     def play() -> int:
         llama.reset()
@@ -140,19 +144,20 @@ def packed(folder: str, file: str) -> tuple[Any, str]:
     except Exception as error:
         return None, f"transformers' GgufConfig: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
     kinds = {type(m).__name__ for m in model.modules()} & {"GgufLinear", "GGUFLinear"}
-    kept = "weights stay packed" if kinds else "dequantised on load (it has no kernel for this device)"
-    return model.eval(), f"transformers' GgufConfig: {kept}"
+    if not kinds:
+        return None, "transformers' GgufConfig: dequantises on load, having no kernel for this device"
+    return model.eval(), "transformers' GgufConfig: weights stay packed"
 
 
 def show(contest: Contest, notes: list[str]) -> None:
     console = Console(width=120)
-    table = Table(title="load, seconds")
+    table = Table(title=f"load, {contest.unit}s")
     for name in contest.loads:
         table.add_column(name, justify="right")
     table.add_row(*(f"{seconds:.2f}" for seconds in contest.loads.values()))
     console.print(table)
     names = list(dict.fromkeys(name for rates in contest.rates.values() for name in rates))
-    table = Table(title="new tokens a second (ours as a multiple of it)")
+    table = Table(title=f"new tokens a {contest.unit} (ours as a multiple of it)")
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right")
@@ -170,6 +175,9 @@ def main() -> int:
     parser.add_argument("model", nargs="?", help="a GGUF file of a llama; default: the demo model as f16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new", type=int, default=48, help="tokens to generate")
+    parser.add_argument("--threads", type=int, help="of all contestants")
+    parser.add_argument("--cpu", action="store_true", help="count CPU seconds, not the clock's")
+    parser.add_argument("--cold", action="store_true", help="no round to warm up")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -187,10 +195,14 @@ def main() -> int:
 
 
 def contend(path: Path, options: argparse.Namespace) -> int:
-    contest, notes = Contest(options.rounds), []
+    contest, notes = Contest(options.rounds, warm=not options.cold, cpu=options.cpu), []
+    threads = {}
+    if options.threads:
+        torch.set_num_threads(options.threads)
+        threads = {"n_threads": options.threads, "n_threads_batch": options.threads}
     folder, n = str(path.parent), options.new
     gguf = {"pretrained_model_name_or_path": folder, "gguf_file": path.name}
-    ours = contest.load("ours", lambda: LlamaCppForCausalLM.from_pretrained(path, n_ctx=4096))
+    ours = contest.load("ours", lambda: LlamaCppForCausalLM.from_pretrained(path, n_ctx=4096, **threads))
     fp32 = contest.load(
         "torch fp32", lambda: AutoModelForCausalLM.from_pretrained(**gguf, dtype=torch.float32)
     )
@@ -201,7 +213,7 @@ def contend(path: Path, options: argparse.Namespace) -> int:
     notes.append(note)
     tokenizer = LlamaCppTokenizer.from_pretrained(path)
     torch_models = {"torch fp32": fp32.eval(), "torch bf16": bf16.eval()}
-    if kept is not None:
+    if kept is not None:  # dequantised it would be torch fp32 again
         torch_models["torch packed"] = kept
     models = {"ours": ours, **torch_models}
     one = tokenizer(PROMPT, return_tensors="pt")
@@ -212,7 +224,7 @@ def contend(path: Path, options: argparse.Namespace) -> int:
         "greedy",
         {
             **{name: new_tokens(m, one, n) for name, m in models.items()},
-            "Llama": llama_loop(str(path), tokens, n),
+            "Llama": llama_loop(str(path), tokens, n, **threads),
             "bare": bare_loop(ours, tokens, n),
         },
     )

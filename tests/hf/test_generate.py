@@ -14,9 +14,9 @@ from transformers import (
 )
 
 from llamaherd.errors import UnsupportedError
-from llamaherd.hf import LlamaCppCache
+from llamaherd.hf import LlamaCppCache, LlamaCppTokenizer
 
-NEW = 14
+NEW = 10
 
 MODES = {
     "greedy": {},
@@ -301,3 +301,16 @@ def test_nothing_is_held_after_generate(pair, batch):
     gc.collect()
     pair.ours.runtime.collect()
     assert pair.ours.runtime.context.memory.free_sequences == before
+
+
+@pytest.mark.parametrize("assistant", ["ours", "theirs"])
+def test_an_assistant_with_another_tokenizer(assistant, pair, pairs, tokenizer, tiny):
+    other = LlamaCppTokenizer.from_pretrained(tiny("mistral"))
+    draft = getattr(pairs("mistral"), assistant)
+    inputs = tokenizer("the quick brown fox jumps over", return_tensors="pt")
+    options = {"max_new_tokens": 10, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+    plain = pair.ours.generate(**inputs, **options)
+    assisted = pair.ours.generate(
+        **inputs, **options, assistant_model=draft, tokenizer=tokenizer, assistant_tokenizer=other
+    )
+    assert torch.equal(plain, assisted)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeli
 
 from llamaherd.errors import (
     InvalidParameterError,
-    LlamaherdError,
+    LogitsError,
     ModelNotFoundError,
     RequestError,
     TokenError,
@@ -238,5 +238,6 @@ def test_torch_options_that_llama_cpp_decides_are_refused(tiny):
 
 def test_nan_weights_do_not_pass_for_text(fresh):
     model = fresh(options={"defects": ("nan-weights",)})
-    with pytest.raises((LlamaherdError, RuntimeError)):
-        model.generate(IDS, do_sample=True, max_new_tokens=2)
+    with pytest.raises(LogitsError, match="NaN"):
+        model.generate(IDS, max_new_tokens=2)
+    assert model.runtime.context.memory.used_cells == 0

@@ -201,7 +201,7 @@ def test_perplexity(real):
     print(
         f"\n{ours.config.architecture} perplexity: {found.value:.5f}, recipe {values[0]:.5f}, torch {values[1]:.5f}"
     )
-    assert abs(found.value / values[0] - 1) < 1e-4
+    assert abs(found.value / values[0] - 1) < 1e-3  # other batch shapes round otherwise
     assert abs(found.value / values[1] - 1) < 1e-3
 
 

@@ -196,6 +196,8 @@ class Context:
                 raise
             for sequence, count in appended.items():
                 self.memory.appended(sequence, count)
+            if into is not None and not (hidden or layers):
+                return Outputs(logits=into[0])
             outputs = _join(batch, parts, logits, hidden, layers, self.vocabulary.n_tokens, self.model.n_embd)
             return outputs if into is None else dataclasses.replace(outputs, logits=into[0])
 

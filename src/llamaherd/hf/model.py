@@ -255,6 +255,7 @@ class LlamaCppForCausalLM(AdapterMixin, RefusalMixin, GeneratingMixin, PreTraine
             TokenError, PositionError, RequestError: the input is not valid; the cache is as before.
             OutOfSequencesError, OutOfCellsError: no room; the cache is as before.
             UnsupportedError: attention weights, 4-D masks.
+            LogitsError: the model's logits are NaN.
         """
         cache = kwargs.pop("past_key_values", None) if cache is None else cache
         _refuse_unknown(output_attentions, kwargs)

@@ -115,8 +115,11 @@ def pack(columns: Columns, cache: LlamaCppCache, outputs: Bools) -> tuple[Batch,
     """
     ids = np.asarray(cache.rows.ids, np.int32)
     mask = columns.mask & (ids >= 0)[:, None]
-    row, column = np.nonzero(mask)  # row by row, each in order
     starts = np.array([cache.length(i) if ids[i] >= 0 else 0 for i in range(len(ids))], np.int32)
+    if columns.shape[1] == 1 and columns.tokens is not None and mask.all():  # a step of generate()
+        step = Batch(columns.tokens[:, 0], starts, ids, np.repeat(outputs, len(ids)))
+        return step, np.arange(len(ids))
+    row, column = np.nonzero(mask)  # row by row, each in order
     positions = (starts[:, None] + np.cumsum(mask, axis=1, dtype=np.int32) - 1)[row, column]
     batch = Batch(
         tokens=None if columns.tokens is None else columns.tokens[row, column],

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..engine.protocol import Batch, FloatArray
-from ..errors import OutOfCellsError
+from ..errors import LogitsError, OutOfCellsError
 from .cache import LlamaCppCache
 from .packing import Bools, Columns, pack, same_rows
 from .runtime import Runtime
@@ -63,6 +63,7 @@ def run_passes(runtime: Runtime, passes: Sequence[Pass]) -> None:
 
     Raises:
         OutOfSequencesError, OutOfCellsError: no room; the caches are as before.
+        LogitsError: the model's logits are NaN.
     """
     lengths = [p.cache.get_seq_length() for p in passes]
     fresh = [not p.cache.is_initialized for p in passes]
@@ -136,6 +137,8 @@ def _logit_rows(one: Pass, piece: slice, flat: NDArray[np.intp]) -> NDArray[np.i
     """For each token of the piece its row in ``one.logits`` (the last, spare one if it is not kept)."""
     kept = int(one.keep.sum())
     width = piece.stop - piece.start
+    if kept == width == len(one.keep):
+        return flat
     row, column = flat // width, flat % width + piece.start
     order = np.cumsum(one.keep) - 1
     return np.where(one.keep[column], row * kept + order[column], len(one.logits) - 1)
@@ -172,6 +175,8 @@ def _share(one: Pass) -> None:
     """Give the rows that equal others their forks and results, and put the logits into shape."""
     rows, kept = one.columns.shape[0], int(one.keep.sum())
     one.logits = one.logits[:-1].view(rows, kept, -1)
+    if torch.isnan(one.logits[..., 0]).any():  # a NaN in the last hidden state reaches every logit
+        raise LogitsError("NaN")
     if one.sources != list(range(rows)):
         one.cache.share_rows(one.sources)
         one.logits = one.logits[one.sources]
