@@ -13,7 +13,7 @@ from llamaherd import files
 from llamaherd.cli.slice_check import compare_slices
 from llamaherd.errors import UnsupportedFileError
 from llamaherd.files.architectures import ARCHITECTURES, Architecture
-from llamaherd.files.cut_rules import CUT_RULES, UNCUTTABLE
+from llamaherd.files.cut_rules import CUT_RULES, OVERWRITTEN_INPUT, UNCUTTABLE
 from llamaherd.files.slice import slice_model
 from llamaherd.files.synthesize import synthesize
 from llamaherd.native.library import library_info
@@ -53,6 +53,8 @@ def line(row: Architecture, folder: Path) -> str:
         found = [f"{largest_difference(row, type, cuts, folder):g}" for type in TYPES]
     except UnsupportedFileError as error:
         reason = UNCUTTABLE.get(row.gguf, str(error))
+        if row.gguf in OVERWRITTEN_INPUT:
+            reason += f"; exact where a stage overwrites `{OVERWRITTEN_INPUT[row.gguf].input_node}`"
         return f"| {row.name} | {row.gguf} | refused: {reason} | | | |"
     return f"| {row.name} | {row.gguf} | {', '.join(map(str, cuts))} | {' | '.join(found)} |"
 
@@ -67,6 +69,11 @@ def main() -> None:
     print("\nRefused as well, from llama.cpp's source and without a trial:\n")
     for name in others:
         print(f"- `{name}`: {UNCUTTABLE[name]}")
+    print(
+        "\n`slice_model(..., overwrite_input=True)` cuts those marked with a graph node that a stage "
+        "overwrites: it writes the hidden states into that node when llama.cpp has computed it, which undoes "
+        "what the graph did to its input. The slices name the node under `llamaherd.slice.input_node`."
+    )
     print(
         "\nAn architecture that is on neither list is refused until it has been tried; `--unlisted` cuts it "
         "all the same, and `--check` tells whether that was right."

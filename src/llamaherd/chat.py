@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 
 from .errors import ChatTemplateError
-from .jinja_dialect import MARK, BoundExceededError, Dialect
+from .jinja_dialect import MARKS, BoundExceededError, Dialect
 from .types import PromptPart
 
 __all__ = ["ChatTemplate", "Message"]
@@ -165,7 +165,14 @@ class ChatTemplate:
 
 
 def _error(what: str) -> ChatTemplateError:
-    return ChatTemplateError(f"the model's chat template {what}".replace(MARK, ""))
+    return ChatTemplateError(_unmarked(f"the model's chat template {what}"))
+
+
+def _unmarked(text: str) -> str:
+    return text.translate(dict.fromkeys(map(ord, MARKS)))
+
+
+_CUT, _NEXT = MARKS[0], MARKS[1]  # what ends at _CUT, or begins at _NEXT, is no control token
 
 
 class _Controls:
@@ -179,7 +186,7 @@ class _Controls:
         self._starts = re.compile(f"(?=(?:{any_text}))(.)", re.DOTALL)
         self._at_end = re.compile(f"(?={_any(prefixes)}\\Z)")
         self._at_start = re.compile(f"\\A{_any(suffixes)}")
-        self._own = re.compile(f"(?<!{MARK})(?:{any_text})(?!{MARK})")
+        self._own = re.compile(f"(?<!{_NEXT})(?:{any_text})(?!{_CUT})")
 
     def spells(self, role: str) -> bool:
         return any(role in text for text in self._texts)
@@ -199,13 +206,12 @@ class _Controls:
         return f"<{type(value).__name__}>"  # a template gets no objects to play with
 
     def _mark_text(self, text: str) -> str:
-        text = self._starts.sub(rf"\1{MARK}", text.replace(MARK, "\ufffd"))
-        if text:
-            # halves at the ends, which the template's own text could complete; outside of them, so that
-            # a template's startswith() and endswith() see what they look for
-            text = self._at_start.sub(rf"\g<0>{MARK}", text, count=1)
-            text = self._at_end.sub(MARK, text, count=1)
-        return text
+        text = text.translate(dict.fromkeys(map(ord, MARKS), "\ufffd"))
+        text = self._starts.sub(rf"\1{_CUT}", text)
+        # halves at the ends, which the template's own text could complete; the marks are outside of them,
+        # so that a template's startswith() and endswith() see what they look for
+        text = self._at_start.sub(rf"\g<0>{_CUT}", text, count=1)
+        return self._at_end.sub(_NEXT, text, count=1)
 
     def split(self, rendered: str) -> tuple[PromptPart, ...]:
         """Parts: between two of the template's control tokens, a stretch with a mark is plain text.
@@ -226,11 +232,11 @@ class _Controls:
     @staticmethod
     def _stretch(text: str, own: str, parts: list[PromptPart]) -> str:
         """Join a stretch without a mark to the template's own text; make one with a mark its own part."""
-        if MARK not in text:
+        if _CUT not in text and _NEXT not in text:
             return own + text
         if own:
             parts.append(PromptPart(own, parse_special=True))
-        parts.append(PromptPart(text.replace(MARK, ""), parse_special=False))
+        parts.append(PromptPart(_unmarked(text), parse_special=False))
         return ""
 
 

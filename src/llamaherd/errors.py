@@ -356,27 +356,29 @@ class CapacityError(LlamaherdError):
 
 
 class OutOfSequencesError(CapacityError):
-    """Every sequence id is in use."""
+    """Every sequence id is in use. ``used_by`` says what uses them, where that is known."""
 
-    def __init__(self, wanted: int, free: int, limit: int) -> None:
+    def __init__(self, wanted: int, free: int, limit: int, used_by: str = "") -> None:
         self.wanted = wanted
         self.free = free
+        self.used_by = used_by
         super().__init__(
             f"{wanted} more sequences were asked for, {free} of {limit} are free; release some, or make "
-            "the context with a larger n_seq_max",
+            "the context with a larger n_seq_max" + (f" (in use: {used_by})" if used_by else ""),
             limit,
         )
 
 
 class OutOfCellsError(CapacityError):
-    """The KV cache holds no more tokens."""
+    """The KV cache holds no more tokens. ``used_by`` says what uses it, where that is known."""
 
-    def __init__(self, wanted: int, used: int, limit: int) -> None:
+    def __init__(self, wanted: int, used: int, limit: int, used_by: str = "") -> None:
         self.wanted = wanted
         self.used = used
+        self.used_by = used_by
         super().__init__(
             f"{wanted} more tokens do not fit the KV cache: {used} of {limit} cells are used; release or "
-            "trim sequences, or raise n_ctx",
+            "trim sequences, or raise n_ctx" + (f" (in use: {used_by})" if used_by else ""),
             limit,
         )
 

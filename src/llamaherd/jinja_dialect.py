@@ -23,10 +23,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-__all__ = ["MARK", "BoundExceededError", "Dialect"]
+__all__ = ["MARKS", "BoundExceededError", "Dialect"]
 
-MARK = "\ufdd0"
-"""Marks user text in a rendering: a Unicode noncharacter, which no text should hold."""
+MARKS = "\ufdd0\ufdd1"
+"""Mark user text in a rendering: Unicode noncharacters, which no text should hold."""
 
 MAX_SECONDS = 5.0
 MAX_CHARACTERS = 32_000_000
@@ -130,8 +130,8 @@ def _tojson(
     if isinstance(indent, int):
         _check_width(indent)
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-    if ensure_ascii:  # the mark must stay a mark
-        text = re.sub(f"[^\\x00-\\x7f{MARK}]", lambda m: json.dumps(m.group())[1:-1], text)
+    if ensure_ascii:  # a mark must stay a mark
+        text = re.sub(f"[^\\x00-\\x7f{MARKS}]", lambda m: json.dumps(m.group())[1:-1], text)
     return text
 
 

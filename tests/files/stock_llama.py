@@ -62,7 +62,7 @@ class StockLlama:
 
 
 def _serve() -> None:
-    import llama_cpp as L  # noqa: N812
+    import llama_cpp as L
     import numpy as np
 
     log: list[str] = []
@@ -162,6 +162,9 @@ def _serve() -> None:
     get = base.ggml_backend_tensor_get
     get.restype, get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
 
+    put = base.ggml_backend_tensor_set
+    put.restype, put.argtypes = None, get.argtypes
+
     class Part:
         """One model of a chain: tokens or hidden states in, hidden states (or logits, if last) out."""
 
@@ -173,10 +176,18 @@ def _serve() -> None:
             self.n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(self.model))
             target = f"l_out-{L.llama_model_n_layer(self.model) - 1}".encode()
             self.hidden: Any = None
+            self.input: Any = None
+            text = ctypes.create_string_buffer(64)
+            L.llama_model_meta_val_str(self.model, b"llamaherd.slice.input_node", text, 64)
+            node = text.value or None
 
             def on_tensor(tensor: int, ask: bool, data: Any) -> bool:
+                name = base.ggml_get_name(tensor)
                 if ask:
-                    return bool(base.ggml_get_name(tensor) == target)
+                    return bool(name in (target, node))
+                if name == node:
+                    put(tensor, self.input.ctypes.data, 0, self.input.nbytes)
+                    return True
                 size = base.ggml_nbytes(tensor)
                 self.hidden = np.empty(size // 4, np.float32)
                 get(tensor, self.hidden.ctypes.data, 0, size)
@@ -186,7 +197,7 @@ def _serve() -> None:
             params = L.llama_context_default_params()
             params.n_ctx, params.n_batch, params.n_ubatch = 512, 64, 64
             params.n_threads = params.n_threads_batch = 1
-            if not last:
+            if not last or node:
                 params.cb_eval = self.callback
             self.context = L.llama_init_from_model(self.model, params)
             if not self.context:
@@ -199,6 +210,7 @@ def _serve() -> None:
             target = batch.token if x.ndim == 1 else batch.embd
             x = np.ascontiguousarray(x, np.int32 if x.ndim == 1 else np.float32)
             ctypes.memmove(target, x.ctypes.data, x.nbytes)
+            self.input = x
             batch.n_tokens = len(x)
             for i in range(len(x)):
                 batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = start + i, 1, 0, 1

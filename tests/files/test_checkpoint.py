@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,16 @@ import numpy as np
 import pytest
 from tests.files.checkpoint_samples import SAMPLES, TEXTS, TOLERANCE
 from tests.files.stock_llama import StockLlama
+from tests.files.variations import write_variation
 
 from llamaherd import files
-from llamaherd.errors import ConfigError, FileError, InvalidParameterError, UnsupportedFileError
+from llamaherd.errors import (
+    ConfigError,
+    FileError,
+    InvalidParameterError,
+    LlamaherdError,
+    UnsupportedFileError,
+)
 from llamaherd.files.block_types import block_type
 from llamaherd.files.model_file import Tensor
 from llamaherd.files.synthesize import make_tiny_model, synthesize
@@ -21,6 +30,8 @@ from llamaherd.files.writer import write_gguf
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from llamaherd.files.checkpoint import export_torch, import_torch  # noqa: E402 - after the skips
+from llamaherd.files.checkpoint.config import config_of_model  # noqa: E402
+from llamaherd.files.checkpoint.families import family_of_gguf  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -274,6 +285,15 @@ def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
     donor = synthesize(tmp_path / "donor.gguf", n_vocab=400)
     with pytest.raises(UnsupportedFileError, match="400 entries, but the embedding 320 rows"):
         import_torch(folder, tmp_path / "x.gguf", metadata_from=donor)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma3", "gptneox"])
+def test_odd_metadata_gives_typed_errors_only(architecture: str, tmp_path: Path) -> None:
+    tiny = make_tiny_model(architecture, layers=4)
+    for seed in range(60):
+        write_variation(random.Random(f"{architecture}{seed}"), tiny, tmp_path / "m.gguf")
+        with suppress(LlamaherdError), files.open(tmp_path / "m.gguf") as model:
+            config_of_model(model, family_of_gguf(model.architecture))
 
 
 def test_unknown_rotary_factors_are_refused(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_quantised_types_go_through_the_given_quantiser(tmp_path: Path) -> None:
 
     done = convert(source, tmp_path / "b.bin", "ggjt", type="Q8_0", quantize=quantize)
     assert asked == ["q8_0"]
-    assert "quantised to q8_0 by libllama" in done.notes
+    assert done.summary() == "quantised to q8_0 by libllama"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.bin"]
     with pytest.raises(InvalidParameterError, match="libllama"):
         convert(source, tmp_path / "c.gguf", "gguf", type="q8_0")

@@ -11,7 +11,7 @@ import pytest
 from tests.files.mutations import cuts, mutate, seeds
 
 from llamaherd import files
-from llamaherd.errors import FileError
+from llamaherd.errors import FileError, InvalidParameterError
 
 SLACK = 2 << 20  # Python's own objects weigh more than these small files
 
@@ -21,7 +21,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return seeds(tmp_path_factory.mktemp("seeds"))
 
 
-def use(path: Path) -> None:
+def use(path: Path, to: str | None = None) -> None:
     """Do with a file whatever a user would; only our typed errors may come out."""
     try:
         with files.open(path) as model:
@@ -38,6 +38,11 @@ def use(path: Path) -> None:
                             tensor.dequantize()
                     except FileError:
                         pass
+            if to is not None:
+                try:
+                    files.convert(model, path.with_name("converted"), to=to, sync=False)
+                except InvalidParameterError:
+                    pass  # an alignment that no writer takes
             if model.container == "ggla":
                 for half in files.adapter_contents(model)[1]:
                     half.raw.sum()
@@ -71,7 +76,7 @@ def run(good: dict[str, bytes], folder: Path, count: int, seed: int) -> None:
             tracemalloc.start()
         start = time.process_time()
         try:
-            use(path)
+            use(path, dice.choice((None, None, None, "gguf", "ggjt1", "ggjt3", "ggml")))
         except BaseException:
             keep = Path(os.environ.get("TMPDIR", "/tmp")) / f"llamaherd-fuzz-{seed}-{turn}"
             keep.write_bytes(data)

@@ -260,7 +260,12 @@ HOSTILE = {
     "a shape that overflows": (
         padded(header(1, 0) + record(b"t", (2**32, 2**32, 4), 0, 0), bytes(64)),
         MalformedFileError,
-        "63 bits",
+        "than any memory",
+    ),
+    "a side of 0 beside huge ones": (
+        padded(header(1, 0) + record(b"t", (0, 2**40, 2**40), 0, 0), bytes(64)),
+        MalformedFileError,
+        "than any memory",
     ),
     "data beyond the end": (
         padded(header(1, 0) + record(b"t", (8,), 0, 64), bytes(64)),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -7,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.files.stock_llama import StockLlama, StockLlamaDiedError
+from tests.files.variations import write_variation
 
 from llamaherd import files
-from llamaherd.errors import InvalidParameterError, UnsupportedFileError
+from llamaherd.errors import InvalidParameterError, LlamaherdError, UnsupportedFileError
 from llamaherd.files.architectures import ARCHITECTURES
-from llamaherd.files.cut_rules import CUT_RULES, UNCUTTABLE
+from llamaherd.files.cut_rules import CUT_RULES, OVERWRITTEN_INPUT, UNCUTTABLE
 from llamaherd.files.metadata import TypedValue, ValueType
 from llamaherd.files.model_file import ModelFile
 from llamaherd.files.slice import check_cut, plan_slice, slice_model
@@ -161,6 +164,17 @@ def test_the_refusals_are_not_superstition(
         assert architecture == "glm4"
 
 
+@pytest.mark.parametrize("architecture", OVERWRITTEN_INPUT)
+def test_an_overwritten_input_makes_them_exact(
+    architecture: str, tmp_path: Path, stock_llama: StockLlama
+) -> None:
+    whole = synthesize(tmp_path / "whole.gguf", architecture, layers=6, type="q8_0")
+    parts = cut(whole, [0, 1, 4, 6], tmp_path, overwrite_input=True)
+    answer = stock_llama.ask(path=whole, parts=parts, n_prompt=48, n=12)
+    assert answer.get("worst") == 0.0, answer
+    assert "llamaherd.slice.input_node" not in files.open(parts[0]).metadata
+
+
 def test_unlisted_architectures_need_a_word(tmp_path: Path) -> None:
     tiny = make_tiny_model("llama")
     metadata = {k.replace("llama.", "zebra."): v for k, v in tiny.metadata.items()}
@@ -190,7 +204,7 @@ def test_ranges_outside_the_model_are_refused(start: int, end: int, name: str, t
 @pytest.mark.parametrize(
     ("architecture", "keys", "layers", "part"),
     [
-        ("gemma3", {"attention.key_length": 8}, 62, 30),
+        ("gemma3", {"attention.key_length": 4}, 62, 30),
         ("command-r", {}, 64, 32),
         ("exaone4", {}, 64, 32),
         ("llama", {"nextn_predict_layers": 1}, 4, 2),
@@ -200,11 +214,29 @@ def test_ranges_outside_the_model_are_refused(start: int, end: int, name: str, t
 def test_models_told_by_their_number_of_layers_are_refused(
     architecture: str, keys: dict[str, Any], layers: int, part: int, tmp_path: Path
 ) -> None:
-    tiny = make_tiny_model(architecture)
-    changed = {f"{architecture}.{key}": value for key, value in {**keys, "block_count": layers}.items()}
+    tiny = make_tiny_model(architecture, layers=layers, n_embd=16, n_heads=2)
+    changed = {f"{architecture}.{key}": value for key, value in keys.items()}
     write_gguf(tmp_path / "m.gguf", {**tiny.metadata, **changed}, tiny.tensors)
     with pytest.raises(UnsupportedFileError, match=f"cannot be cut into {part} of {layers} layers"):
         check_cut(files.open(tmp_path / "m.gguf"), 0, part)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 2**32 - 1])
+def test_a_count_of_layers_that_the_tensors_deny_is_refused(count: int, tmp_path: Path) -> None:
+    tiny = make_tiny_model("gemma3")
+    write_gguf(tmp_path / "m.gguf", {**tiny.metadata, "gemma3.block_count": count}, tiny.tensors)
+    with pytest.raises(UnsupportedFileError, match="its tensors are of 2 layers"):
+        check_cut(files.open(tmp_path / "m.gguf"), 0, 1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "minicpm", "deepseek"])
+def test_odd_metadata_gives_typed_errors_only(architecture: str, tmp_path: Path) -> None:
+    tiny = make_tiny_model(architecture, layers=4)
+    for seed in range(60):
+        write_variation(random.Random(f"{architecture}{seed}"), tiny, tmp_path / "m.gguf")
+        for start, end in ((0, 2), (1, 3), (2, 4)):
+            with suppress(LlamaherdError), files.open(tmp_path / "m.gguf") as model:
+                plan_slice(model, start, end)
 
 
 def test_a_slice_is_not_cut_again(tmp_path: Path) -> None:

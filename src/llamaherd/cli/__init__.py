@@ -20,26 +20,27 @@ from ..errors import ConfigError, LlamaherdError
 __all__ = ["COMMANDS", "main", "make_app"]
 
 COMMANDS = {
-    "suggest": ("suggest", "Many distinct ways to go on from a prompt or a Lean goal, best first."),
-    "run": ("run", "Stream one completion of a prompt, or one chat turn with --chat."),
+    "suggest": ("suggest", "Many ways to go on from a prompt or a Lean goal."),
+    "run": ("run", "Stream one completion, or one chat turn."),
     "chat": ("chat", "Talk with a model in the terminal."),
-    "serve": ("serve", "Serve models over HTTP: OpenAI's endpoints, llmstep, LeanCopilot, and a page at /."),
-    "info": ("info", "Versions, CPU features, threads and why, and where the demo model is."),
-    "inspect": ("files", "What a model file holds; ``--json``, ``--svg``, or ``--check`` for every fault."),
-    "convert": ("files", "Write a model file in another container, tensor type or both."),
+    "serve": ("serve", "Serve over HTTP: OpenAI's protocol, Lean's, a page."),
+    "info": ("info", "Versions, CPU features, threads and why."),
+    "inspect": ("files", "What a model file holds, and every fault of it."),
+    "convert": ("files", "Write a model file in another container or type."),
+    "perplexity": ("measure", "How well a model predicts the text in a file."),
+    "compare": ("measure", "What one model predicts otherwise than another."),
     "slice": ("making", "Layers [A, B) of a GGUF model as a model of their own."),
     "synthesize": (
         "making",
-        "A tiny random model of any supported architecture: valid, quick, talks nonsense.",
+        "A tiny random but working model, to try things.",
     ),
-    "export-torch": ("making", "A GGUF model as a Hugging Face checkpoint."),
-    "import-torch": ("making", "A Hugging Face checkpoint as a GGUF model."),
+    "export-torch": ("making", "A GGUF model as a transformers checkpoint."),
+    "import-torch": ("making", "A transformers checkpoint as GGUF."),
 }
-"""Command -> its module here, and its line in ``llamaherd --help``, which is the command's own first one."""
+"""Command -> its module here, and its line in ``llamaherd --help``."""
 
 _MODULES = ("suggest", "run", "chat", "info", "files", "making", "measure", "serve")
 _INTERRUPTED = 130
-_BROKEN_PIPE = 141
 
 # typer carries a click of its own in later versions
 _ClickException: type[Exception] = next(
@@ -103,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the process's exit code.
 
     An error that llamaherd raises on purpose is one line on standard error and exit code 1 (2 if an option
-    is wrong); with ``LLAMAHERD_DEBUG=1`` its traceback as well. Ctrl-C and a closed pipe are no errors.
+    is wrong); with ``LLAMAHERD_DEBUG=1`` its traceback as well. Ctrl-C (130) and a
+    reader that left (1) are quiet.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -115,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # nobody reads any more; Python's own flush at exit must not complain about it either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
+        return 1
     except typer.Exit as stop:
         return int(stop.exit_code)
     except LlamaherdError as error:

@@ -197,7 +197,7 @@ def _prompter() -> Callable[[], str]:
     path = _history_path()
     history = FileHistory(str(path)) if path is not None else InMemoryHistory()
     session: PromptSession[str] = PromptSession(
-        history=history, multiline=True, key_bindings=keys, prompt_continuation="  "
+        history=history, multiline=True, key_bindings=keys, prompt_continuation="  ", reserve_space_for_menu=0
     )
 
     return lambda: session.prompt("> ")

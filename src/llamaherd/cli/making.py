@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +13,6 @@ from rich.table import Table
 from llamaherd import files
 from llamaherd.cli.progress import byte_progress
 from llamaherd.cli.sizes import format_size, parse_size
-from llamaherd.errors import LlamaherdError
 from llamaherd.files.architectures import ARCHITECTURES
 from llamaherd.files.convert import FORMATS, convert
 from llamaherd.files.cut_rules import CUT_RULES
@@ -40,16 +37,6 @@ def register(app: typer.Typer) -> None:
     app.command("import-torch")(import_torch_command)
 
 
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Print what llamaherd raises on purpose as one line and exit with 1."""
-    try:
-        yield
-    except LlamaherdError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
 def _report(paths: list[Path]) -> None:
     for path in paths:
         _out.print(f"{path}  {format_size(path.stat().st_size)}", soft_wrap=True, highlight=False)
@@ -72,7 +59,7 @@ def slice_command(
 
     Slices in a chain compute what the whole does, bit for bit; --check proves it for this model.
     """
-    with _errors(), files.open(source) as model:
+    with files.open(source) as model:
         size = parse_size(split_size, "split_size") if split_size else None
         with byte_progress("slicing") as progress:
             paths = slice_model(
@@ -126,7 +113,10 @@ def synthesize_command(
     seed: Annotated[int, typer.Option(help="Equal seeds give equal files.")] = 0,
     list_all: Annotated[bool, typer.Option("--list", help="Show the architectures and stop.")] = False,
 ) -> None:
-    """A tiny random but working model, with a vocabulary of its own; for tests and for trying things."""
+    """A tiny random model of any supported architecture: valid, quick, talks nonsense.
+
+    It has a working vocabulary of its own; for tests, and for trying things.
+    """
     if list_all:
         _list_architectures()
         return
@@ -137,19 +127,18 @@ def synthesize_command(
         "n_vocab": vocab, "n_ctx": ctx, "n_experts": experts, "n_experts_used": min(2, experts),
         "type": type, "tokenizer": tokenizer, "bos": bos, "tied": tied, "seed": seed,
     }  # fmt: skip
-    with _errors():
-        size = parse_size(split_size, "split_size") if split_size else None
-        if format == "gguf":
-            paths = [make_model(target, arch, split_size=size, **options)]
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                plain = make_model(Path(folder) / "model.gguf", arch, **options)
-                with files.open(plain) as model:
-                    result = convert(model, target, to=format)
-            paths = result.paths
-            for note in result.notes:
-                typer.echo(f"note: {note}", err=True)
-        _report(paths)
+    size = parse_size(split_size, "split_size") if split_size else None
+    if format == "gguf":
+        paths = [make_model(target, arch, split_size=size, **options)]
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            plain = make_model(Path(folder) / "model.gguf", arch, **options)
+            with files.open(plain) as model:
+                result = convert(model, target, to=format)
+        paths = result.paths
+        for note in result.notes:
+            typer.echo(f"note: {note}", err=True)
+    _report(paths)
 
 
 def _list_architectures() -> None:
@@ -165,8 +154,11 @@ def export_torch_command(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     model_type: Annotated[str | None, typer.Option(help="mistral, to have a llama file as one.")] = None,
 ) -> None:
-    """A GGUF model as a transformers checkpoint (safetensors): to fine-tune it, for example."""
-    with _errors(), files.open(source) as model:
+    """A GGUF model as a Hugging Face checkpoint.
+
+    In safetensors, with tokenizer files: to fine-tune it with transformers, for example.
+    """
+    with files.open(source) as model:
         from llamaherd.files.checkpoint import export_torch  # an optional part
 
         with byte_progress("exporting") as progress:
@@ -183,13 +175,12 @@ def import_torch_command(
     ] = None,
     split_size: SplitSize = None,
 ) -> None:
-    """A transformers checkpoint (safetensors) as GGUF."""
-    with _errors():
-        from llamaherd.files.checkpoint import import_torch  # an optional part
+    """A Hugging Face checkpoint as a GGUF model."""
+    from llamaherd.files.checkpoint import import_torch  # an optional part
 
-        size = parse_size(split_size, "split_size") if split_size else None
-        with byte_progress("importing") as progress:
-            paths = import_torch(
-                source, target, type=type, metadata_from=metadata_from, split_size=size, progress=progress
-            )
-        _report(paths)
+    size = parse_size(split_size, "split_size") if split_size else None
+    with byte_progress("importing") as progress:
+        paths = import_torch(
+            source, target, type=type, metadata_from=metadata_from, split_size=size, progress=progress
+        )
+    _report(paths)

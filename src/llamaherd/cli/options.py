@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ import typer
 from ..config import LoraConfig, SamplingConfig
 from ..demo import demo_model
 from ..errors import ConfigError, FileError, InvalidParameterError, UnknownParameterError
+from .interrupts import Interrupted, deferred_interrupt
 
 if TYPE_CHECKING:
     from ..engine.model import Model
@@ -169,10 +170,14 @@ class EngineOptions:
         import llamaherd
 
         context = ({"n_ctx": n_ctx} if n_ctx is not None else {}) | self.context
-        with (
-            llamaherd.Model.load(self.path, progress=_progress(), loras=self.loras, **self.model) as model,
-            llamaherd.Herd(model, max_sequences=max_sequences, **context) as herd,
-        ):
+        with ExitStack() as stack:
+            with deferred_interrupt() as interrupted, _progress(interrupted) as progress:
+                load = llamaherd.Model.load
+                model = stack.enter_context(
+                    load(self.path, progress=progress, loras=self.loras, **self.model)
+                )
+                herd = llamaherd.Herd(model, max_sequences=max_sequences, **context)
+                stack.enter_context(herd)
             yield model, herd
 
 
@@ -194,21 +199,22 @@ def _lora(text: str) -> LoraConfig:
         return LoraConfig(text)
 
 
-def _progress() -> Any:
-    """A line that counts the percents of a long load, where somebody is watching."""
-    if not sys.stderr.isatty():
-        return None
-    shown = -1
+@contextmanager
+def _progress(interrupted: Interrupted) -> Iterator[Callable[[float], bool]]:
+    """Counts the percents of a long load where somebody is watching; the load stops when interrupted."""
+    watched = sys.stderr.isatty()
+    shown = 0
 
     def show(share: float) -> bool:
         nonlocal shown
         percent = int(share * 100)
-        if percent >= 100 and shown >= 0:
-            sys.stderr.write("\r\033[K")
-        elif percent < 100 and percent >= shown + 5:
+        if watched and shown + 5 <= percent < 100:
             shown = percent
-            sys.stderr.write(f"\rloading {percent} %")
-        sys.stderr.flush()
-        return True
+            print(f"\rloading {percent} %", end="", file=sys.stderr, flush=True)
+        return not interrupted.yes
 
-    return show
+    try:
+        yield show
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

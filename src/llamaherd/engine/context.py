@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from ..errors import (
     UnsupportedError,
 )
 from ..native import context as native
+from ..native.handles import Handle
 from ..native.library import forget_log, recent_log
 from . import state
 from .cpus import available_cpus, available_memory
@@ -102,8 +104,9 @@ class Context:
             unified=shared,
             can_trim=not recurrent,
         )
-        if model.adapters and native.set_adapters(handle, model.adapters) != 0:
-            raise ContextError("llama.cpp could not apply the LoRA adapters", recent_log())
+        self._lora_scales: tuple[float, ...] = ()
+        if model.adapters:
+            self.scale_loras([scale for _, scale in model.adapters])
         model.owns(self)
 
     # -------------------------------------------------------------------------------- facts
@@ -156,15 +159,23 @@ class Context:
         return logits
 
     def run(
-        self, batch: Batch, *, logits: bool = True, hidden: bool = False, layers: Sequence[int] = ()
+        self,
+        batch: Batch,
+        *,
+        logits: bool = True,
+        hidden: bool = False,
+        layers: Sequence[int] = (),
+        into: tuple[FloatArray, NDArray[np.intp]] | None = None,
     ) -> Outputs:
         """Compute a batch and choose what it puts out; see decode().
 
         Args:
             logits: the wanted tokens' logits.
             hidden: their last hidden states, after the final norm.
-            layers: the hidden states after these layers (needs ``layer_outputs=True``). The batch is then
-                computed sequence by sequence.
+            layers: the hidden states after these layers (needs ``layer_outputs=True``), -1 being what enters
+                the first one. The batch is then computed sequence by sequence.
+            into: float32 [rows, n_vocab] and the row for each wanted token: the logits are copied there, once
+                and before any other thread's decode, and are the array that is returned.
 
         Raises:
             UnsupportedError: a layer's output is not to be had.
@@ -174,17 +185,19 @@ class Context:
             appended = self._check_batch(batch)
             layers = self._check_layers(layers)
             before = {s: self.memory.length(s) for s in appended}
+            target = None if into is None else _target_rows(batch, into, self.vocabulary.n_tokens)
             self._abort.clear()
             try:
                 calls = self._parts(batch, by_sequence=bool(layers))
-                parts = [self._run_part(batch, part, logits, hidden, layers) for part in calls]
+                parts = [self._run_part(batch, part, logits, hidden, layers, target) for part in calls]
             except BaseException:
                 for sequence, length in before.items():
                     self.memory.roll_back(sequence, length)
                 raise
             for sequence, count in appended.items():
                 self.memory.appended(sequence, count)
-            return _join(batch, parts, logits, hidden, layers, self.vocabulary.n_tokens, self.model.n_embd)
+            outputs = _join(batch, parts, logits, hidden, layers, self.vocabulary.n_tokens, self.model.n_embd)
+            return outputs if into is None else dataclasses.replace(outputs, logits=into[0])
 
     def _parts(self, batch: Batch, *, by_sequence: bool) -> list[NDArray[np.intp]]:
         """Indices of the tokens of each llama_decode call."""
@@ -199,8 +212,14 @@ class Context:
         return parts
 
     def _run_part(
-        self, batch: Batch, part: NDArray[np.intp], logits: bool, hidden: bool, layers: Sequence[int]
-    ) -> tuple[NDArray[np.intp], FloatArray | None, FloatArray | None, dict[int, FloatArray]]:
+        self,
+        batch: Batch,
+        part: NDArray[np.intp],
+        logits: bool,
+        hidden: bool,
+        layers: Sequence[int],
+        target: tuple[FloatArray, NDArray[np.intp]] | None = None,
+    ) -> Part:
         wanted = batch.outputs[part]
         everything = bool(layers) or hidden  # hidden states come for all tokens or not at all
         self._want_hidden(hidden)
@@ -220,7 +239,13 @@ class Context:
         only = len(part) == len(batch) and len(index) == rows
         picked = slice(None) if only else index
         n_vocab = self.vocabulary.n_tokens
-        part_logits = native.logits(self._handle, rows, n_vocab)[picked] if logits and rows else None
+        part_logits = None
+        if logits and rows and target is None:
+            part_logits = native.logits(self._handle, rows, n_vocab)[picked]
+        elif logits and rows and target is not None:
+            view = native.logits(self._handle, rows, n_vocab)
+            for row, place in zip(index.tolist(), target[1][part[wanted]].tolist(), strict=True):
+                target[0][place] = view[row]
         part_hidden = (
             native.tensor_rows(self._handle, rows, self.model.n_embd)[picked] if hidden and rows else None
         )
@@ -284,8 +309,8 @@ class Context:
         if layers and self._tap is None:
             raise UnsupportedError("make the context with layer_outputs=True to see layers' hidden states")
         for layer in layers:
-            if not 0 <= layer < self.model.n_layer:
-                raise InvalidParameterError("layers", layer, f"a layer in [0, {self.model.n_layer})")
+            if not -1 <= layer < self.model.n_layer:
+                raise InvalidParameterError("layers", layer, f"a layer in [-1, {self.model.n_layer})")
         return layers
 
     # --------------------------------------------------------------------------- embeddings
@@ -395,6 +420,47 @@ class Context:
         sampler = Sampler(config, self.model.handle, n_vocab, self.n_ctx, prompt)
         return GuidedSampler(sampler, matcher, n_vocab, config.json_schema)
 
+    # ----------------------------------------------------------------------------- adapters
+
+    @property
+    def lora_scales(self) -> tuple[float, ...]:
+        """The scale of each of the model's adapters here; 0 is off."""
+        return self._lora_scales
+
+    def scale_loras(self, scales: Sequence[float]) -> None:
+        """Scale the model's adapters, one number each in the order they were added; 0 switches one off.
+
+        What the KV cache already holds was computed with the scales before.
+
+        Raises:
+            InvalidParameterError: not one finite number for each adapter.
+            ContextError: llama.cpp refused.
+        """
+        with self._lock:
+            self._check_open()
+            adapters = self.model.adapters
+            if len(scales) != len(adapters) or not all(np.isfinite(s) for s in scales):
+                raise InvalidParameterError("scales", scales, f"{len(adapters)} finite numbers")
+            self._apply_loras(adapters, scales)
+            self._lora_scales = tuple(float(s) for s in scales)
+
+    def drop_lora(self, index: int) -> None:
+        """Stop using the model's adapter at ``index``; Model.remove_lora() calls it before it frees one."""
+        with self._lock:
+            if self._handle.closed or index >= len(self._lora_scales):
+                return
+            adapters = list(self.model.adapters[: len(self._lora_scales)])
+            scales = list(self._lora_scales)
+            del adapters[index], scales[index]
+            self._apply_loras(adapters, scales)
+            self._lora_scales = tuple(scales)
+
+    def _apply_loras(self, adapters: Sequence[tuple[Handle, float]], scales: Sequence[float]) -> None:
+        pairs = zip(adapters, scales, strict=True)
+        on = [(handle, float(scale)) for (handle, _), scale in pairs if scale]
+        if native.set_adapters(self._handle, on) != 0:
+            raise ContextError("llama.cpp could not apply the LoRA adapters", recent_log())
+
     # -------------------------------------------------------------------------------- state
 
     def save_sequence(self, sequence: int, tokens: Sequence[int] = ()) -> bytes:
@@ -447,7 +513,11 @@ class Context:
             "type_k": str(self.params.get("type_k", "f16")),
             "type_v": str(self.params.get("type_v", "f16")),
             "flash_attn_type": str(self.params.get("flash_attn_type", "auto")),
-            "loras": [(lora.path, lora.scale) for lora in model.loras],
+            "loras": [
+                (lora.path, scale)
+                for lora, scale in zip(model.loras, self._lora_scales, strict=False)
+                if scale
+            ],
         }
 
     # ----------------------------------------------------------------------------- lifetime
@@ -539,6 +609,24 @@ def _check_memory(model: Model, settings: dict[str, Any]) -> None:
 
 
 Part = tuple[NDArray[np.intp], FloatArray | None, FloatArray | None, dict[int, FloatArray]]
+
+
+def _target_rows(
+    batch: Batch, into: tuple[FloatArray, NDArray[np.intp]], n_vocab: int
+) -> tuple[FloatArray, NDArray[np.intp]]:
+    """The target, and for each token of the batch (not only the wanted ones) its row there."""
+    array, rows = into
+    n = int(batch.outputs.sum())
+    if array.dtype != np.float32 or array.ndim != 2 or array.shape[1] != n_vocab or len(rows) != n:
+        raise RequestError(
+            f"into takes a float32 array [rows, {n_vocab}] and {n} row numbers, not {array.dtype} "
+            f"{array.shape} and {len(rows)}"
+        )
+    if n and not 0 <= int(rows.min()) <= int(rows.max()) < len(array):
+        raise RequestError(f"into's row numbers are in [0, {len(array)})")
+    places = np.zeros(len(batch), np.intp)
+    places[batch.outputs] = rows
+    return array, places
 
 
 def _join(

@@ -51,6 +51,11 @@ class Memory:
         return self.n_cells - self._ledger.free
 
     @property
+    def can_shift(self) -> bool:
+        """Whether shift() works on this model's cache."""
+        return self.can_trim and native.memory_can_shift(self._context)
+
+    @property
     def free_sequences(self) -> int:
         """Sequence ids that are not handed out."""
         return len(self._free)
@@ -165,7 +170,7 @@ class Memory:
             have = self.length(sequence)
             if keep < 0 or discard < 0 or keep + discard > have:
                 raise PositionError(keep + discard, f"the sequence holds {have} tokens", sequence)
-            if not self.can_trim or not native.memory_can_shift(self._context):
+            if not self.can_shift:
                 raise UnsupportedError("this model's KV cache cannot be shifted; start again")
             if not discard:
                 return

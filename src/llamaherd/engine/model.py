@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +14,20 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from ..config import LoraConfig
-from ..errors import ClosedError, DuplicateTokenError, ModelLoadError, ModelNotFoundError
+from ..errors import (
+    ClosedError,
+    DuplicateTokenError,
+    InvalidParameterError,
+    ModelLoadError,
+    ModelNotFoundError,
+)
+from ..files import Assumptions, contents_of, convert, find_duplicate_token
 from ..files import open as open_file
-from ..files.vocabulary import find_duplicate_token
+from ..files.metadata import Value
 from ..native import model as native
 from ..native.handles import Handle
 from ..native.library import forget_log, recent_log
+from . import legacy
 from .guidance import Guide
 from .vocabulary import Vocabulary
 
@@ -26,11 +36,14 @@ __all__ = ["Model"]
 Progress = Callable[[float], bool | None]
 
 
-class SupportsClose(Protocol):
-    """What a model closes before itself."""
+class Dependent(Protocol):
+    """What stands on a model: it must let go of what the model frees."""
 
     def close(self) -> None:
         """Free it; idempotent."""
+
+    def drop_lora(self, index: int) -> None:
+        """Stop using the adapter at ``index``, which is about to be freed."""
 
 
 _load_lock = threading.Lock()  # llama.cpp's log belongs to one load at a time
@@ -45,10 +58,12 @@ class Model:
     def __init__(self, handle: Handle, path: str, params: Mapping[str, Any]) -> None:
         self._handle = handle
         self._adapters: list[tuple[Handle, LoraConfig]] = []
-        self._contexts: weakref.WeakSet[SupportsClose] = weakref.WeakSet()
+        self._contexts: weakref.WeakSet[Dependent] = weakref.WeakSet()
         self.path = path
         self.params = dict(params)
         self._facts = native.model_facts(handle)
+        if not self._facts["n_params"]:
+            self._facts |= _sizes(path)  # llama.cpp counts only what it loads itself
         self.vocabulary = Vocabulary(handle)
         self.guide = Guide(self.vocabulary)
 
@@ -59,17 +74,28 @@ class Model:
         *,
         progress: Progress | None = None,
         loras: Sequence[LoraConfig] = (),
+        load_mode: str | None = None,
+        architecture: str | None = None,
+        assume: Assumptions | None = None,
         **params: Any,
     ) -> Model:
-        """Load a model file by mmap (llama_model_load_from_file).
+        """Load a model file of any container, by mmap.
 
         The file is checked before llama.cpp sees it: what would make libllama abort the process is
-        refused with the reason.
+        refused with the reason. Files from before GGUF (GGML, GGMF, GGJT, also in parts) are run as they
+        are; no file is written.
 
         Args:
-            path: a GGUF file, or the first of a split one.
+            path: the file, or the first of a split one.
             progress: called with 0..1 while loading; returning False stops it.
             loras: adapters to apply, with their scales.
+            load_mode: ``"fast-open"`` leaves the weights where they lie in the file and repacks nothing for
+                the CPU: opening takes milliseconds. ``"fast-run"`` lets llama.cpp repack what its kernels
+                like better: opening takes longer, and a file from before GGUF is held in memory. The
+                default is fast-run for GGUF, and for older files where some block type has such kernels.
+                Also llama.cpp's own names (``"mmap"``, ``"none"``, ``"mlock"``, ...).
+            architecture: of a file from before GGUF, where its tensors' names do not tell.
+            assume: what files from before GGUF do not say (context length, epsilon, rope base).
             params: llama.cpp's own model parameters by their names (``n_gpu_layers``, ``split_mode``,
                 ``main_gpu``, ``tensor_split``, ``kv_overrides``, ``use_extra_bufts``, ...).
 
@@ -81,7 +107,6 @@ class Model:
         text = str(path)
         if not Path(text).is_file():
             raise ModelNotFoundError(text)
-        _check_file(text)
         stopped = False
         failure: BaseException | None = None
 
@@ -93,9 +118,12 @@ class Model:
                 failure, stopped = error, True
             return not stopped
 
+        if load_mode not in ("fast-open", "fast-run", None):
+            params["load_mode"] = load_mode
+        notify = on_progress if progress is not None else None
         with _load_lock:
             forget_log()
-            handle = native.load_model(text, params, on_progress if progress is not None else None)
+            handle = _load(text, load_mode, architecture, assume, params, notify)
             log = recent_log()
         if failure is not None:
             if handle is not None:
@@ -190,6 +218,14 @@ class Model:
         """The Jinja chat template that the file carries (or the one of that name), if any."""
         return native.chat_template(self.handle, name)
 
+    def save(self, path: str | PathLike[str], format: str = "gguf", **options: Any) -> None:
+        """Write the model's file in another container (files.convert: gguf, ggjt, ggjt1, ggmf, ggml, ...).
+
+        Raises UnsupportedFileError naming what that container cannot hold.
+        """
+        with open_file(self.path) as file:
+            convert(file, path, to=format, **options)
+
     # ----------------------------------------------------------------------------- adapters
 
     def add_lora(self, lora: LoraConfig) -> None:
@@ -200,15 +236,31 @@ class Model:
         """
         if not Path(lora.path).is_file():
             raise ModelNotFoundError(lora.path, "check the adapter's path")
-        with open_file(lora.path):
-            pass
-        with _load_lock:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(open_file(lora.path))
+            path = lora.path
+            if file.container == "ggla":
+                path = stack.enter_context(legacy.in_memory_adapter(file))
+            stack.enter_context(_load_lock)
             forget_log()
-            handle = native.load_adapter(self.handle, lora.path)
+            handle = native.load_adapter(self.handle, path)
             log = recent_log()
         if handle is None:
             raise ModelLoadError(lora.path, f"not an adapter for {self.path}", log)
         self._adapters.append((handle, lora))
+
+    def remove_lora(self, index: int) -> None:
+        """Free the adapter at ``index``, in every context that applies it too.
+
+        Raises:
+            InvalidParameterError: there is no adapter at that index.
+        """
+        if not 0 <= index < len(self._adapters):
+            raise InvalidParameterError("index", index, f"one of the model's {len(self._adapters)} adapters")
+        for context in list(self._contexts):
+            context.drop_lora(index)
+        handle, _ = self._adapters.pop(index)
+        handle.close()
 
     @property
     def loras(self) -> tuple[LoraConfig, ...]:
@@ -222,7 +274,7 @@ class Model:
 
     # ----------------------------------------------------------------------------- lifetime
 
-    def owns(self, context: SupportsClose) -> None:
+    def owns(self, context: Dependent) -> None:
         """Note a context, which must not outlive the model."""
         self._contexts.add(context)
 
@@ -255,11 +307,50 @@ class Model:
         return f"<Model {self.path!r}: {state}>"
 
 
-def _check_file(path: str) -> None:
-    """Refuse what would make libllama abort: typed errors name the place."""
+# block types for which llama.cpp's CPU backend has kernels over repacked weights
+# (ggml_repack_get_optimal_repack_type)
+_REPACKED = frozenset({"q4_0", "q8_0", "iq4_nl", "mxfp4", "q2_k", "q4_k", "q5_k", "q6_k"})
+
+
+def _load(
+    path: str,
+    load_mode: str | None,
+    architecture: str | None,
+    assume: Assumptions | None,
+    params: dict[str, Any],
+    progress: native.Progress | None,
+) -> Handle | None:
+    """The way that this file and mode take."""
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open_file(path, architecture=architecture))
+        if file.container == "gguf":
+            _check_vocabulary(path, file.metadata)
+            if load_mode == "fast-open":
+                params = {"use_extra_bufts": False, **params}
+            return native.load_model(path, params, progress)
+        contents = contents_of(file, assume=assume)
+        _check_vocabulary(path, contents.values())
+        kinds = {str(t.type).lower() for t in file.tensors.values()}
+        if load_mode == "fast-open" or (load_mode != "fast-run" and not kinds & _REPACKED):
+            handle = legacy.load_in_place(contents, params)
+            stack.pop_all()  # the weights are in the mapping, which lives as long as the model
+            return handle
+        return legacy.load_repacked(contents, params, progress)
+
+
+def _sizes(path: str) -> dict[str, int]:
     with open_file(path) as file:
-        duplicate = find_duplicate_token(file.metadata)
-        if duplicate is not None:
-            first, second, token = duplicate
-            shown = token if isinstance(token, str) else token.decode("utf-8", "replace")
-            raise DuplicateTokenError(path, shown, first, second)
+        tensors = list(file.tensors.values())
+        return {
+            "n_params": sum(math.prod(t.shape) for t in tensors),
+            "size": sum(t.nbytes for t in tensors),
+        }
+
+
+def _check_vocabulary(path: str, metadata: Mapping[str, Value]) -> None:
+    """Refuse what would make libllama abort the process."""
+    duplicate = find_duplicate_token(metadata)
+    if duplicate is not None:
+        first, second, token = duplicate
+        shown = token if isinstance(token, str) else token.decode("utf-8", "replace")
+        raise DuplicateTokenError(path, shown, first, second)

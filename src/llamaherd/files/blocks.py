@@ -125,29 +125,6 @@ def _unpack(raw: Bytes, kind: BlockType, layout: _Layout) -> _Blocks:
     return _Blocks(d, m, q)
 
 
-def _pack(blocks: _Blocks, kind: BlockType, layout: _Layout) -> Bytes:
-    n = len(blocks.d)
-    out = np.empty((n, kind.block_bytes), np.uint8)
-    width = np.dtype(layout.scale).itemsize
-    out[:, :width] = _narrow(blocks.d, layout.scale).view(np.uint8).reshape(n, width)
-    at = width
-    if blocks.m is not None:
-        out[:, at : at + width] = _narrow(blocks.m, layout.scale).view(np.uint8).reshape(n, width)
-        at += width
-    q = blocks.q
-    if layout.bits == 8:
-        out[:, at:] = q
-        return out.reshape(-1)
-    if layout.bits == 5:
-        out[:, at : at + 4] = np.packbits(q >> 4, axis=1, bitorder="little")
-        q = np.bitwise_and(q, np.uint8(15))
-        at += 4
-    half = kind.block_size // 2
-    low, high = (q[:, 0::2], q[:, 1::2]) if layout.pairs else (q[:, :half], q[:, half:])
-    out[:, at:] = low | (high << 4)
-    return out.reshape(-1)
-
-
 def _narrow(values: Floats, dtype: str) -> npt.NDArray[Any]:
     with np.errstate(over="ignore"):
         return values.astype(dtype)
@@ -175,17 +152,37 @@ def repack(raw: Bytes, source: BlockType, target: BlockType) -> tuple[Bytes, Rou
     if not can_repack(source, target) or before is None or after is None:
         raise ValueError(f"{source} blocks cannot be repacked into {target}")
     n = raw.size // source.block_bytes
-    out = np.empty(n * target.block_bytes, np.uint8)
+    old, new = raw.reshape(n, source.block_bytes), np.empty((n, target.block_bytes), np.uint8)
     rounding = Rounding()
     for start in range(0, n, _CHUNK):
-        stop = min(start + _CHUNK, n)
-        blocks = _unpack(raw[start * source.block_bytes : stop * source.block_bytes], source, before)
-        out[start * target.block_bytes : stop * target.block_bytes] = _pack(blocks, target, after)
-        if before.scale != after.scale:
-            rounding += _rounding(blocks.d, after.scale)
-            if blocks.m is not None:
-                rounding += _rounding(blocks.m, after.scale)
-    return out, rounding
+        part = slice(start, min(start + _CHUNK, n))
+        rounding += _repack_chunk(old[part], new[part], before, after)
+    return new.reshape(-1), rounding
+
+
+def _repack_chunk(old: Bytes, new: Bytes, before: _Layout, after: _Layout) -> Rounding:
+    """Fill ``new`` (blocks, bytes) with the blocks of ``old``: scales, fifth bits, nibbles."""
+    count = 2 if before.minimum else 1
+    width, new_width = (np.dtype(layout.scale).itemsize * count for layout in (before, after))
+    scales = np.ascontiguousarray(old[:, :width]).view(before.scale)
+    new[:, :new_width] = _narrow(scales, after.scale).view(np.uint8)
+    body, new_body = old[:, width:], new[:, new_width:]
+    if before.bits == 5:  # bit l is the fifth of weight l in every era
+        new_body[:, :4] = body[:, :4]
+        body, new_body = body[:, 4:], new_body[:, 4:]
+    if before.pairs == after.pairs or before.bits == 8:
+        new_body[:] = body
+    elif before.pairs:
+        first, second = body[:, :8], body[:, 8:]  # weights 0-15 and 16-31
+        new_body[:, 0::2] = (first & 15) | (second << 4)
+        new_body[:, 1::2] = (first >> 4) | (second & 0xF0)
+    else:
+        even, odd = body[:, 0::2], body[:, 1::2]
+        new_body[:, :8] = (even & 15) | (odd << 4)
+        new_body[:, 8:] = (even >> 4) | (odd & 0xF0)
+    if before.scale == after.scale:
+        return Rounding()
+    return _rounding(scales.astype(np.float32).reshape(-1), after.scale)
 
 
 def _rounding(values: Floats, dtype: str) -> Rounding:

@@ -215,7 +215,10 @@ def _metadata(
         f32["attention.clamp_kqv"] = float(header["clip_kqv"])  # type: ignore[arg-type]
     if arch == "bloom":
         f32["attention.max_alibi_bias"] = 8.0
-    out |= {f"{arch}.{key}": TypedValue(ValueType.UINT32, value) for key, value in u32.items()}
+    for key, value in u32.items():
+        if not 0 <= value < 1 << 32:
+            raise MalformedFileError(model.path, f"the header says {key} = {value}")
+        out[f"{arch}.{key}"] = TypedValue(ValueType.UINT32, value)
     out |= {f"{arch}.{key}": TypedValue(ValueType.FLOAT32, value) for key, value in f32.items()}
     kind = number["ftype"] % 1000
     out["general.file_type"] = TypedValue(ValueType.UINT32, 1 if kind in (5, 6) else kind)  # q4_2, q4_3: f16

@@ -53,14 +53,20 @@ _KEPT = (
 
 @dataclass
 class Conversion:
-    """What `convert` did: the files written, what to know about them, what was rounded by tensor."""
+    """What `convert` did: the files written, what to know about them, what was rounded by tensor.
+
+    ``quantised`` is the type that libllama's quantiser was asked for, if it was.
+    """
 
     paths: list[Path]
     notes: list[str] = field(default_factory=list)
     roundings: dict[str, Rounding] = field(default_factory=dict)
+    quantised: str | None = None
 
     def summary(self) -> str:
-        """One line about rounding."""
+        """One line about what happened to the weights."""
+        if self.quantised is not None:
+            return f"quantised to {self.quantised} by libllama"
         total = sum(self.roundings.values(), Rounding())
         if not total.changed:
             return "lossless: no weight changed"
@@ -183,7 +189,8 @@ def _quantized(
                 progress=options.progress,
                 sync=options.sync,
             )
-    result.notes = [*notes, f"quantised to {type} by libllama", *result.notes]
+    result.notes = [*notes, *result.notes]
+    result.quantised = type
     return result
 
 

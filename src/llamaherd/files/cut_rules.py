@@ -16,7 +16,7 @@ import numpy as np
 
 from llamaherd.files.metadata import Metadata, TypedValue, ValueType
 
-__all__ = ["CUT_RULES", "UNCUTTABLE", "CutRule"]
+__all__ = ["CUT_RULES", "OVERWRITTEN_INPUT", "UNCUTTABLE", "CutRule"]
 
 Reason = str
 
@@ -31,7 +31,7 @@ class CutRule:
     which end of the period is dense. input_scale: ``embedding_scale`` also scales hidden states given in
     place of embeddings, so later slices set it to 1. defaults: keys whose default depends on the number
     of layers, stated in every slice. refuse: a reason against these layers, from (metadata, layers of
-    the whole, layers of the slice), or None.
+    the whole, layers of the slice), or None. input_node: see `OVERWRITTEN_INPUT`.
     """
 
     period: int = 1
@@ -40,6 +40,7 @@ class CutRule:
     input_scale: bool = False
     defaults: Callable[[int], Mapping[str, TypedValue]] = lambda layers: {}
     refuse: Callable[[Metadata, int, int], Reason | None] = lambda metadata, whole, part: None
+    input_node: str | None = None
 
 
 def _number(metadata: Metadata, key: str, default: float = 0) -> float:
@@ -47,14 +48,19 @@ def _number(metadata: Metadata, key: str, default: float = 0) -> float:
     return float(value) if isinstance(value, (int, float)) else default
 
 
-def _gemma3_scale(metadata: Metadata, whole: int, part: int) -> Reason | None:
-    heads = _number(metadata, "gemma3.attention.head_count", 1) or 1
-    same = _number(metadata, "gemma3.embedding_length") // heads == _number(
-        metadata, "gemma3.attention.key_length"
-    )
-    if same or (whole == 62) == (part == 62):
-        return None
-    return "llama.cpp knows the 27B by its 62 layers and scales the attention of that one alone otherwise"
+def _gemma_scale(architecture: str, giant: int) -> Callable[[Metadata, int, int], Reason | None]:
+    """Gemma's 27B, told by its ``giant`` layers, scales attention by another length than the others."""
+
+    def refuse(metadata: Metadata, whole: int, part: int) -> Reason | None:
+        heads = _number(metadata, f"{architecture}.attention.head_count", 1) or 1
+        head = _number(metadata, f"{architecture}.embedding_length") // heads
+        if head == _number(metadata, f"{architecture}.attention.key_length"):
+            return None
+        if (whole == giant) == (part == giant):
+            return None
+        return f"llama.cpp knows the 27B by its {giant} layers and scales the attention of that one otherwise"
+
+    return refuse
 
 
 def _command_r(metadata: Metadata, whole: int, part: int) -> Reason | None:
@@ -86,7 +92,7 @@ CUT_RULES: Mapping[str, CutRule] = {
     "qwen3": _PLAIN,
     "qwen2moe": _PLAIN,
     "qwen3moe": _PLAIN,
-    "gemma3": CutRule(window_period=6, refuse=_gemma3_scale),
+    "gemma3": CutRule(window_period=6, refuse=_gemma_scale("gemma3", 62)),
     "olmo": _PLAIN,
     "olmo2": CutRule(window_period=4),
     "olmoe": _PLAIN,
@@ -151,6 +157,15 @@ UNCUTTABLE: Mapping[str, Reason] = {
     "glm4moe": "llama.cpp aborts when its graph is given hidden states in place of tokens",
 }
 """By ``general.architecture``: those that cannot be cut, with the reason."""
+
+OVERWRITTEN_INPUT: Mapping[str, CutRule] = {
+    "gemma": CutRule(input_node="inp_scaled"),
+    "gemma2": CutRule(window_period=2, refuse=_gemma_scale("gemma2", 46), input_node="inp_scaled"),
+    "bloom": CutRule(input_node="inp_norm-0"),
+}
+"""Architectures of `UNCUTTABLE` whose slices are exact all the same if whoever runs them writes the hidden
+states into the graph node ``input_node`` when llama.cpp has computed it (in ``cb_eval``), besides giving
+them as ``llama_batch.embd``: what the graph did to its input is then overwritten."""
 
 
 def window_pattern(rule: CutRule, metadata: Metadata, key: str, layers: int) -> list[bool] | None:

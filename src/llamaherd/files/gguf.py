@@ -33,6 +33,7 @@ MAGIC = b"GGUF"
 
 _MAX_DEPTH = 4  # arrays in arrays: the format allows them, no model uses them
 _MAX_DIMS = 4  # GGML_MAX_DIMS
+_MAX_ELEMENTS = 1 << 60  # sides beside a 0 count too: arrays of such shapes cannot be made
 _MAX_ALIGNMENT = 1 << 24
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$", re.DOTALL)
 
@@ -271,8 +272,8 @@ def _place(part: Part, record: _Record, next_offset: int | None, report: Report)
     available = file.size - part.data_start
     row = record.shape[0] if record.shape else 1
     problem = None
-    if prod(record.shape) >= 1 << 63:
-        problem = f"has shape {record.shape}, more elements than 63 bits can count"
+    if prod(max(side, 1) for side in record.shape) >= _MAX_ELEMENTS:
+        problem = f"has shape {record.shape}, more elements than any memory holds"
     elif record.offset > available:
         problem = f"starts {record.offset} bytes into the data, which has {available}"
     elif kind.known and row % kind.block_size:

@@ -26,13 +26,13 @@ from llamaherd.files.contents import Contents, reorder_attention
 from llamaherd.files.legacy import ALIGNMENT, FLOATS, HEADERS, MAGICS, SPLIT_BY_COLUMNS, VERSIONS
 from llamaherd.files.model_file import Bytes, Tensor
 from llamaherd.files.names import legacy_name
+from llamaherd.files.pieces import write_pieces
 from llamaherd.files.strings import StringArray
 
 __all__ = ["LegacyReport", "write_legacy"]
 
 Progress = Callable[[int, int], None]
 
-_PIECE = 8 << 20
 _NUMBERS = {name: magic for magic, name in MAGICS.items()}
 
 # the types a reader of each era had; later ones (bf16, iq*, ...) no reader of these containers knows
@@ -209,7 +209,12 @@ def _head(target: _Target, contents: Contents, tensors: dict[str, Tensor], repor
     if target.version is not None:
         out += struct.pack("<I", target.version)
     for name in HEADERS[target.architecture]:
-        out += struct.pack("<f" if name in FLOATS else "<i", header[name])
+        if name in FLOATS:
+            out += np.float32(header[name]).tobytes()
+        elif -(1 << 31) <= header[name] < 1 << 31:
+            out += struct.pack("<i", header[name])
+        else:
+            raise target.refuse(f"its header has 31 bits for {name} = {header[name]}")
     texts, scores = _vocabulary(target, contents, int(header["n_vocab"]))
     for text, score in zip(texts, scores.tolist(), strict=True):
         out += struct.pack("<I", len(text)) + text
@@ -411,10 +416,7 @@ def _write(file: BinaryIO, target: _Target, head: bytes, plan: list[_Item]) -> I
         file.write(record + struct.pack(f"<{len(item.shape)}i", *item.shape) + name)
         if target.container == "ggjt":
             file.write(bytes(-file.tell() % ALIGNMENT))
-        data = item.load().data
+        data = item.load()
         if data.nbytes != item.nbytes:
             raise target.refuse(f"{item.name} has {data.nbytes} bytes of data, {item.nbytes} are needed")
-        for start in range(0, item.nbytes, _PIECE):
-            piece = data[start : start + _PIECE]
-            file.write(piece)
-            yield piece.nbytes
+        yield from write_pieces(file, data)

@@ -8,7 +8,6 @@ the last gives logits. Bit for bit, as every operation sees the same numbers in 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,20 @@ import numpy as np
 
 from llamaherd.errors import InvalidParameterError, UnsupportedFileError
 from llamaherd.files.block_types import BlockType, block_type, named_type
-from llamaherd.files.cut_rules import CUT_RULES, UNCUTTABLE, CutRule, nearest_starts, window_pattern
+from llamaherd.files.cut_rules import (
+    CUT_RULES,
+    OVERWRITTEN_INPUT,
+    UNCUTTABLE,
+    CutRule,
+    nearest_starts,
+    window_pattern,
+)
+from llamaherd.files.layers import BLOCK, count_layers
 from llamaherd.files.metadata import Metadata, TypedValue, ValueType
 from llamaherd.files.model_file import ModelFile, Tensor
 from llamaherd.files.writer import Progress, write_gguf
 
 __all__ = ["SlicePlan", "check_cut", "plan_slice", "slice_model"]
-
-_BLOCK = re.compile(r"blk\.(\d+)\.(.*)", re.DOTALL)
 
 _MIDDLE_VOCABULARY = 32  # entries of a slice that needs none; llama.cpp wants some
 # arrays under the architecture's prefix that are not one value a layer, whatever their length
@@ -59,6 +64,7 @@ def slice_model(
     path: str | os.PathLike[str],
     *,
     unlisted: bool = False,
+    overwrite_input: bool = False,
     split_size: int | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
@@ -66,39 +72,43 @@ def slice_model(
 
     Raises what `plan_slice` and `write_gguf` raise.
     """
-    plan = plan_slice(model, start, end, unlisted=unlisted)
+    plan = plan_slice(model, start, end, unlisted=unlisted, overwrite_input=overwrite_input)
     return write_gguf(
         path, plan.metadata, plan.tensors, alignment=model.alignment, split_size=split_size, progress=progress
     )
 
 
-def check_cut(model: ModelFile, start: int, end: int, *, unlisted: bool = False) -> CutRule:
+def check_cut(
+    model: ModelFile, start: int, end: int, *, unlisted: bool = False, overwrite_input: bool = False
+) -> CutRule:
     """Raise if layers [start, end) of ``model`` cannot be a slice that is right; return what it must mind.
 
     InvalidParameterError: the range is empty, outside the model, or breaks a pattern by layer index (the
     message names the nearest cuts). UnsupportedFileError, with the reason: not GGUF, an architecture
     that cannot be cut, or one that is not known to be cuttable; ``unlisted`` allows the latter, at the
-    caller's risk.
+    caller's risk. ``overwrite_input`` allows those of `OVERWRITTEN_INPUT`, for a caller that does as said
+    there; their slices name the node under ``llamaherd.slice.input_node``.
     """
     if model.container != "gguf":
         raise UnsupportedFileError(
             model.path, f"only GGUF can be sliced, not {model.container}; convert it first"
         )
     architecture = str(model.architecture)
-    layers = _layers(model)
-    if not 0 <= start < layers:
-        raise InvalidParameterError("start", start, f"a layer from 0 to {layers - 1}")
-    if not start < end <= layers:
-        raise InvalidParameterError("end", end, f"after {start} and at most {layers}")
-    if architecture in UNCUTTABLE:
+    special = OVERWRITTEN_INPUT.get(architecture) if overwrite_input else None
+    if architecture in UNCUTTABLE and special is None:
         raise UnsupportedFileError(model.path, f"{architecture} cannot be cut: {UNCUTTABLE[architecture]}")
-    if architecture not in CUT_RULES and not unlisted:
+    if architecture not in CUT_RULES and special is None and not unlisted:
         raise UnsupportedFileError(
             model.path,
             f"{architecture} is not among the architectures known to be cut exactly "
             f"({', '.join(sorted(CUT_RULES))})",
         )
-    rule = CUT_RULES.get(architecture, CutRule())
+    layers = count_layers(model)
+    if not 0 <= start < layers:
+        raise InvalidParameterError("start", start, f"a layer from 0 to {layers - 1}")
+    if not start < end <= layers:
+        raise InvalidParameterError("end", end, f"after {start} and at most {layers}")
+    rule = special or CUT_RULES.get(architecture, CutRule())
     _check_model(model, architecture, rule, layers, end - start)
     if start % rule.period:
         near = nearest_starts(rule.period, start, layers)
@@ -115,34 +125,36 @@ def _check_model(model: ModelFile, architecture: str, rule: CutRule, layers: int
     """Refuse what depends on this model's metadata and not only on its architecture."""
     metadata = model.metadata
     reason = rule.refuse(metadata, layers, part)
-    if metadata.get(f"{architecture}.nextn_predict_layers", 0):
+    if _any(metadata, f"{architecture}.nextn_predict_layers"):
         reason = "it has layers that predict further tokens, which need the whole model"
-    if metadata.get(f"{architecture}.attention.shared_kv_layers", 0):
+    if _any(metadata, f"{architecture}.attention.shared_kv_layers"):
         reason = "its last layers use the KV cache of earlier ones"
     if metadata.get("llamaherd.slice.start") is not None:
         reason = "it is a slice already; cut the whole model"
-    if "token_embd_norm.weight" in model.tensors:
+    if "token_embd_norm.weight" in model.tensors and rule.input_node is None:
         reason = UNCUTTABLE["bloom"]
+    for name in ("token_embd.weight", "output.weight"):
+        tensor = model.tensors.get(name)
+        if tensor is not None and len(tensor.shape) != 2:
+            reason = f"{name} has {len(tensor.shape)} dimensions where llama.cpp expects 2"
     if reason is not None:
         raise UnsupportedFileError(model.path, f"cannot be cut into {part} of {layers} layers: {reason}")
 
 
-def plan_slice(model: ModelFile, start: int, end: int, *, unlisted: bool = False) -> SlicePlan:
+def _any(metadata: Metadata, key: str) -> bool:
+    """Whether a number, or one of an array's, is not zero."""
+    return bool(np.any(np.asarray(metadata.get(key, 0)) != 0))
+
+
+def plan_slice(
+    model: ModelFile, start: int, end: int, *, unlisted: bool = False, overwrite_input: bool = False
+) -> SlicePlan:
     """What a slice of layers [start, end) holds; nothing is read or written. Raises what `check_cut` does."""
-    rule = check_cut(model, start, end, unlisted=unlisted)
-    layers = _layers(model)
+    rule = check_cut(model, start, end, unlisted=unlisted, overwrite_input=overwrite_input)
+    layers = count_layers(model)
     metadata = _slice_metadata(model, rule, start, end, layers)
     tensors = list(_slice_tensors(model, start, end, layers))
     return SlicePlan(start, end, layers, metadata, tensors)
-
-
-def _layers(model: ModelFile) -> int:
-    count = model.metadata.get(f"{model.architecture}.block_count")
-    if not isinstance(count, int) or count < 1:
-        raise UnsupportedFileError(
-            model.path, f"has no {model.architecture}.block_count, so no layers to cut"
-        )
-    return count
 
 
 # --------------------------------------------------------------------------------------- metadata
@@ -165,13 +177,15 @@ def _slice_metadata(
     _state_windows(model.metadata, rule, kept, prefix, start, end, layers)
     if rule.input_scale and start > 0:
         kept[f"{prefix}embedding_scale"] = TypedValue(ValueType.FLOAT32, 1.0)
-    dense = kept.get(f"{prefix}leading_dense_block_count")
-    if dense is not None:
-        left = min(max(int(dense.value) - start, 0), end - start)  # type: ignore[arg-type]
+    dense = model.metadata.get(f"{prefix}leading_dense_block_count")
+    if isinstance(dense, int):
+        left = min(max(dense - start, 0), end - start)
         kept[f"{prefix}leading_dense_block_count"] = TypedValue(ValueType.UINT32, left)
     if middle:
         kept["tokenizer.ggml.model"] = TypedValue(ValueType.STRING, "none")
         kept[f"{prefix}vocab_size"] = TypedValue(ValueType.UINT32, _MIDDLE_VOCABULARY)
+    if rule.input_node is not None and start > 0:
+        kept["llamaherd.slice.input_node"] = TypedValue(ValueType.STRING, rule.input_node)
     for key, number in (("start", start), ("end", end), ("layers", layers)):
         kept[f"llamaherd.slice.{key}"] = TypedValue(ValueType.UINT32, number)
     return kept
@@ -214,7 +228,7 @@ def _slice_tensors(model: ModelFile, start: int, end: int, layers: int) -> Itera
     first, last = start == 0, end == layers
     tied = "output.weight" not in model.tensors
     for tensor in model.tensors.values():
-        block = _BLOCK.fullmatch(tensor.name)
+        block = BLOCK.fullmatch(tensor.name)
         if block is not None:
             layer = int(block[1])
             if start <= layer < end:

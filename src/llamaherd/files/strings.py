@@ -65,7 +65,15 @@ class StringArray(Sequence["str | bytes"]):
         return decode_text(self.raw(index))
 
     def __iter__(self) -> Iterator[str | bytes]:
-        return map(decode_text, self.raws())
+        if not len(self.starts):
+            return iter(())
+        low, starts, ends = self._span()
+        region = self._data[low : low + int(ends.max())].tobytes()
+        pairs = zip(starts.tolist(), ends.tolist(), strict=True)
+        try:
+            return iter([region[start:end].decode() for start, end in pairs])
+        except UnicodeDecodeError:
+            return map(decode_text, self.raws())
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, StringArray):

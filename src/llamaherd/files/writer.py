@@ -5,11 +5,10 @@ The layout is that of ggml's ``gguf.cpp``; split files are named and keyed as ``
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -18,16 +17,15 @@ import numpy as np
 from llamaherd.errors import InvalidParameterError, UnsupportedFileError
 from llamaherd.files.atomic import replacing, require_space
 from llamaherd.files.metadata import Metadata, TypedValue, Value, ValueType, to_typed
-from llamaherd.files.model_file import Bytes, Tensor
+from llamaherd.files.model_file import Tensor
+from llamaherd.files.pieces import write_pieces
 from llamaherd.files.strings import StringArray
 
-__all__ = ["Progress", "encode_header", "split_path", "write_gguf"]
+__all__ = ["Progress", "encode_header", "split_path", "stream_gguf", "write_gguf"]
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called as (bytes written, bytes in all) after every piece of at most 8 MiB."""
 
-_PIECE = 8 << 20
-_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it yet
 _VERSION = 3
 
 
@@ -98,6 +96,16 @@ def encode_header(
         offset += _padded(tensor.nbytes, alignment)
     out += bytes(_padded(len(out), alignment) - len(out))
     return bytes(out)
+
+
+def stream_gguf(
+    file: BinaryIO, metadata: Mapping[str, Value | TypedValue], tensors: Sequence[Tensor]
+) -> None:
+    """Write one GGUF v3 file into an open binary file; tensors are loaded one at a time."""
+    file.write(encode_header(metadata, tensors))
+    for tensor in tensors:
+        for _ in _write_tensor(file, tensor, 32):
+            pass
 
 
 def split_path(path: str | os.PathLike[str], index: int, count: int) -> Path:
@@ -175,33 +183,15 @@ def _write_tensor(file: BinaryIO, tensor: Tensor, alignment: int) -> Iterator[in
     """Write one tensor and its padding; yields the bytes of each piece written."""
     expected = tensor.nbytes
     raw = tensor.raw
-    view = raw.data
-    if view.nbytes != expected:
+    if raw.nbytes != expected:
         raise InvalidParameterError(
-            "tensors", tensor.name, f"its data have {view.nbytes} bytes where {expected} were announced"
+            "tensors", tensor.name, f"its data have {raw.nbytes} bytes where {expected} were announced"
         )
-    for start in range(0, expected, _PIECE):
-        piece = view[start : start + _PIECE]
-        _prefault(raw, start, piece.nbytes)
-        file.write(piece)
-        yield piece.nbytes
+    yield from write_pieces(file, raw)
     padding = _padded(expected, alignment) - expected
     if padding:
         file.write(bytes(padding))
         yield padding
-
-
-def _prefault(raw: Bytes, start: int, size: int) -> None:
-    """Have the kernel map a piece of a mapped file in one go: page by page takes as long as the copy."""
-    base: Any = raw
-    while isinstance(base, np.ndarray):
-        whole, base = base, base.base
-    mapping = base.obj if isinstance(base, memoryview) else None
-    if isinstance(mapping, mmap.mmap):
-        offset = raw.ctypes.data - whole.ctypes.data + start
-        aligned = offset - offset % mmap.PAGESIZE
-        with suppress(OSError, ValueError):  # an older kernel: the pages come one by one
-            mapping.madvise(_MADV_POPULATE_READ, aligned, size + offset - aligned)
 
 
 def _padded(size: int, alignment: int) -> int:
@@ -209,7 +199,7 @@ def _padded(size: int, alignment: int) -> int:
 
 
 def _text(text: str | bytes) -> bytes:
-    raw = text.encode("utf-8") if isinstance(text, str) else text
+    raw = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
     return struct.pack("<Q", len(raw)) + raw
 
 

@@ -16,6 +16,7 @@ from .params import context_params
 __all__ = ["AbortFlag", "BatchBuffer", "LayerTap", "context_facts", "new_context", "tensor_rows"]
 
 _POINTER = np.dtype(np.uintp)
+_EMBEDDING_NAMES = (b"embd", b"inp_embd", b"inp_scaled", b"inp_norm", b"inp_norm-0", b"inpL")
 
 
 class AbortFlag:
@@ -39,7 +40,8 @@ class LayerTap:
     """Copies the outputs of chosen layers while llama.cpp computes, through its ``cb_eval`` hook.
 
     llama.cpp names the output of layer i ``l_out-{i}``; the array of each is float32 [n_tokens, n_embd].
-    Layers whose architecture names them otherwise never show up.
+    Layers whose architecture names them otherwise never show up. Layer -1 is what enters the first layer:
+    the last of the tensors that llama.cpp names before it.
     """
 
     def __init__(self) -> None:
@@ -54,7 +56,9 @@ class LayerTap:
 
     def record(self, layers: Sequence[int]) -> None:
         """Collect these layers from now on (none: stop collecting)."""
-        self._wanted = {f"l_out-{i}".encode(): i for i in layers}
+        self._wanted = {f"l_out-{i}".encode(): i for i in layers if i >= 0}
+        if -1 in layers:
+            self._wanted |= dict.fromkeys(_EMBEDDING_NAMES, -1)
         self.layers = {}
 
     def _on_tensor(self, tensor: int, ask: bool, _user_data: Any) -> bool:
@@ -66,7 +70,10 @@ class LayerTap:
         if layer is not None:
             rows = np.empty(GGML.ggml_nbytes(tensor) // 4, np.float32)
             GGML.ggml_backend_tensor_get(tensor, rows.ctypes.data, 0, rows.nbytes)
-            self.layers.setdefault(layer, []).append(rows)
+            if layer < 0:
+                self.layers[layer] = [rows]
+            else:
+                self.layers.setdefault(layer, []).append(rows)
         return True
 
 
@@ -192,7 +199,7 @@ def set_threads(context: Handle, n_threads: int, n_threads_batch: int) -> None:
 def set_adapters(context: Handle, adapters: Sequence[tuple[Handle, float]]) -> int:
     """llama_set_adapters_lora: exactly these adapters with these scales; 0 if done."""
     n = len(adapters)
-    pointers = (ctypes.c_void_p * max(n, 1))(*[a.pointer for a, _ in adapters])
+    pointers = (ctypes.c_void_p * max(n, 1))(*[ctypes.cast(a.pointer, ctypes.c_void_p) for a, _ in adapters])
     scales = (ctypes.c_float * max(n, 1))(*[s for _, s in adapters])
     kinds = L.llama_set_adapters_lora.argtypes
     return int(

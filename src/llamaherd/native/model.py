@@ -6,11 +6,8 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from .handles import Handle
-from .library import GGML, L
+from .library import L
 from .params import model_params
 
 __all__ = [
@@ -19,7 +16,6 @@ __all__ = [
     "load_model",
     "model_facts",
     "model_metadata",
-    "quantize",
     "token_attributes",
     "token_piece",
     "token_score",
@@ -47,9 +43,10 @@ def load_model(path: str, params: Mapping[str, Any], progress: Progress | None =
 def model_facts(model: Handle) -> dict[str, Any]:
     """What llama.cpp says of a model, by the names of its functions."""
     p = model.pointer
+    n_layer = int(L.llama_model_n_layer(p))
+    loaded = n_layer > 0  # of a vocabulary alone, llama.cpp aborts when asked for its heads
     description = ctypes.create_string_buffer(256)
     L.llama_model_desc(p, description, 256)
-    n_layer = int(L.llama_model_n_layer(p))
     return {
         "description": description.value.decode("utf-8", "replace"),
         "n_params": int(L.llama_model_n_params(p)),
@@ -58,9 +55,8 @@ def model_facts(model: Handle) -> dict[str, Any]:
         "n_embd": int(L.llama_model_n_embd(p)),
         "n_embd_out": int(L.llama_model_n_embd_out(p)),
         "n_layer": n_layer,
-        # without layers (vocab_only) these two abort the process
-        "n_head": int(L.llama_model_n_head(p)) if n_layer else 0,
-        "n_head_kv": int(L.llama_model_n_head_kv(p)) if n_layer else 0,
+        "n_head": int(L.llama_model_n_head(p)) if loaded else 0,
+        "n_head_kv": int(L.llama_model_n_head_kv(p)) if loaded else 0,
         "n_swa": int(L.llama_model_n_swa(p)),
         "has_encoder": bool(L.llama_model_has_encoder(p)),
         "has_decoder": bool(L.llama_model_has_decoder(p)),
@@ -160,25 +156,3 @@ def load_adapter(model: Handle, path: str) -> Handle | None:
     """llama_adapter_lora_init; None if llama.cpp refuses."""
     pointer = L.llama_adapter_lora_init(model.pointer, path.encode())
     return Handle(pointer, L.llama_adapter_lora_free, "adapter", (model,)) if pointer else None
-
-
-# ------------------------------------------------------------------------------------ quantising
-
-
-def quantize(source: str, target: str, ftype: int, **params: Any) -> int:
-    """llama_model_quantize; returns its code (0: done). ``params`` by the names of its struct."""
-    struct = L.llama_model_quantize_default_params()
-    struct.ftype = ftype
-    for name, value in params.items():
-        setattr(struct, name, value)
-    return int(L.llama_model_quantize(source.encode(), target.encode(), struct))
-
-
-def ggml_version() -> str:
-    """The version of ggml that computes."""
-    return (GGML.ggml_version() or b"").decode()
-
-
-def as_tokens(values: Any) -> NDArray[np.int32]:
-    """An int32 array of token ids."""
-    return np.ascontiguousarray(values, dtype=np.int32)

@@ -12,6 +12,7 @@ import numpy as np
 from llamaherd.errors import UnsupportedFileError
 from llamaherd.files.block_types import block_type
 from llamaherd.files.checkpoint.families import Family
+from llamaherd.files.layers import count_layers
 from llamaherd.files.metadata import TypedValue, Value, ValueType
 from llamaherd.files.model_file import ModelFile, Tensor
 
@@ -36,9 +37,10 @@ def config_of_model(model: ModelFile, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [family.class_name],
         "model_type": family.model_type,
-        "vocab_size": model.tensors["token_embd.weight"].shape[1],
+        "vocab_size": _vocabulary_size(model),
         "tie_word_embeddings": "output.weight" not in model.tensors,
         **{theirs: get.integer(ours) for ours, theirs in _SAME.items()},
+        "num_hidden_layers": count_layers(model),
     }
     for special in ("bos", "eos", "padding"):
         token = model.metadata.get(f"tokenizer.ggml.{special}_token_id")
@@ -49,7 +51,7 @@ def config_of_model(model: ModelFile, family: Family) -> dict[str, Any]:
     config |= {
         "num_key_value_heads": get.integer("attention.head_count_kv", heads),
         "rms_norm_eps": get.real("attention.layer_norm_rms_epsilon"),
-        "head_dim": get.integer("attention.key_length", config["hidden_size"] // heads),
+        "head_dim": get.head_length(),
         "rope_parameters": _rope_of_model(model, get),
     }
     if family.gguf == "llama":
@@ -64,6 +66,13 @@ def config_of_model(model: ModelFile, family: Family) -> dict[str, Any]:
     return config
 
 
+def _vocabulary_size(model: ModelFile) -> int:
+    embedding = model.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise UnsupportedFileError(model.path, "has no token_embd.weight of two dimensions")
+    return embedding.shape[1]
+
+
 class _Getter:
     """Hyperparameters by their key after the architecture's prefix."""
 
@@ -76,11 +85,19 @@ class _Getter:
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self(key, default)
-        if not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UnsupportedFileError(
-                self.model.path, f"{self.prefix}.{key} is {value!r}; a checkpoint needs one whole number"
+                self.model.path, f"{self.prefix}.{key} is {value!r}; a checkpoint needs one positive number"
             )
         return value
+
+    def head_length(self) -> int:
+        stated = self("attention.key_length")
+        heads = self.integer("attention.head_count")
+        length = stated if isinstance(stated, int) else self.integer("embedding_length") // heads
+        if length < 1:
+            raise UnsupportedFileError(self.model.path, f"{heads} attention heads leave none any length")
+        return length
 
     def real(self, key: str, default: float | None = None) -> float:
         value = self(key, default)
@@ -90,7 +107,7 @@ class _Getter:
 
 
 def _neox_config(get: _Getter) -> dict[str, Any]:
-    n_head = get.integer("embedding_length") // get.integer("attention.head_count")
+    n_head = get.head_length()
     rotary = get.integer("rope.dimension_count", n_head) / n_head
     return {
         "layer_norm_eps": get.real("attention.layer_norm_epsilon"),
@@ -105,9 +122,9 @@ def _neox_config(get: _Getter) -> dict[str, Any]:
 
 
 def _phi3_config(model: ModelFile, get: _Getter) -> dict[str, Any]:
-    window = get("attention.sliding_window", 0)
+    window = get("attention.sliding_window")
     rope = _rope_of_model(model, get)
-    n_head = get.integer("embedding_length") // get.integer("attention.head_count")
+    n_head = get.head_length()
     rope["partial_rotary_factor"] = get.integer("rope.dimension_count", n_head) / n_head
     original = get.integer("rope.scaling.original_context_length", get.integer("context_length"))
     if "rope_factors_long.weight" in model.tensors:
@@ -119,7 +136,7 @@ def _phi3_config(model: ModelFile, get: _Getter) -> dict[str, Any]:
             rope["attention_factor"] = get.real("rope.scaling.attn_factor")
     return {
         # as the file says, although llama.cpp itself attends to everything
-        "sliding_window": window if window else None,
+        "sliding_window": window if isinstance(window, int) and window else None,
         "rope_parameters": rope,
         "original_max_position_embeddings": original,
     }
@@ -164,7 +181,7 @@ def _windows(family: Family, get: _Getter, layers: int) -> list[bool]:
 
 def _rope_of_model(model: ModelFile, get: _Getter) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": get.real("rope.freq_base", 10000.0)}
-    scaling = get("rope.scaling.type", "none")
+    scaling = str(get("rope.scaling.type", "none"))
     factor = get.real("rope.scaling.factor", 1.0)
     if "rope_freqs.weight" in model.tensors:
         return rope | _llama3_scaling(model, get, rope["rope_theta"])
