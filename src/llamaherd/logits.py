@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import LogitsError
 
-__all__ = ["check_finite", "log_normalizers", "log_softmax", "top_k"]
+__all__ = ["check_finite", "exponentials", "log_normalizers", "log_softmax", "top_k"]
 
 Floats = NDArray[np.float32]
+_BLOCK = 256
+
+
+class _Scratch(threading.local):
+    """A row to compute in, one a thread: a fresh array of a vocabulary's size costs its page faults."""
+
+    row: Floats = np.empty(0, np.float32)
+
+
+_scratch = _Scratch()
+
+
+def exponentials(row: Floats, temperature: float = 1.0) -> Floats:
+    """exp((row - max(row)) / temperature): valid until this thread's next call of this module."""
+    if len(_scratch.row) < row.size:
+        _scratch.row = np.empty(row.size, np.float32)
+    out = _scratch.row[: row.size]
+    np.subtract(row, row.max(), out=out)
+    if temperature != 1.0:
+        np.multiply(out, np.float32(1 / temperature), out=out)
+    np.exp(out, out=out)
+    return out
 
 
 def check_finite(row: Floats) -> None:
@@ -35,15 +59,9 @@ def log_normalizers(rows: Floats) -> Floats:
     Row by row: one row and its exponentials stay in the cache, a whole block would not.
     """
     result = np.empty(len(rows), np.float32)
-    scratch = np.empty(rows.shape[-1], np.float32)
     for i, row in enumerate(rows):
         peak = row.max()
-        if not np.isfinite(peak):
-            result[i] = np.nan
-            continue
-        np.subtract(row, peak, out=scratch)
-        np.exp(scratch, out=scratch)
-        result[i] = peak + np.log(scratch.sum())
+        result[i] = peak + np.log(exponentials(row).sum()) if np.isfinite(peak) else np.nan
     return result
 
 
@@ -57,11 +75,16 @@ def top_k(row: Floats, k: int) -> NDArray[np.intp]:
     k = min(k, row.size)
     if k <= 0:
         return np.empty(0, np.intp)
-    if k < row.size:
-        # everything at or above the k-th value, so that ties at the border are decided by index
-        border = np.partition(row, row.size - k)[row.size - k]
-        chosen = np.flatnonzero(row >= border)
-    else:
-        chosen = np.arange(row.size)
+    # everything at or above the k-th value (or a bit below it), so that ties are decided by index
+    chosen = np.flatnonzero(row >= _border(row, k)) if k < row.size else np.arange(row.size)
     order = np.argsort(-row[chosen], kind="stable")
     return chosen[order[:k]]
+
+
+def _border(row: Floats, k: int) -> float:
+    """A value that at least k values reach: of blocks of the row, the k-th greatest maximum."""
+    blocks = row.size // _BLOCK
+    if blocks < 2 * k:
+        return float(np.partition(row, row.size - k)[row.size - k])
+    peaks = row[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
+    return float(np.partition(peaks, blocks - k)[blocks - k])

@@ -172,8 +172,8 @@ def _targets(rows: NDArray[np.float32], targets: NDArray[np.intp]) -> NDArray[np
     normalizers = log_normalizers(rows)
     if not np.isfinite(normalizers).all():
         raise LogitsError("NaN or +inf")
-    result: NDArray[np.float64] = (
-        rows[np.arange(len(rows)), targets].astype(np.float64) - normalizers.astype(np.float64)
+    result: NDArray[np.float64] = rows[np.arange(len(rows)), targets].astype(np.float64) - normalizers.astype(
+        np.float64
     )
     return result
 

@@ -65,9 +65,7 @@ def suggesting(
         raise InvalidParameterError("n", n, "an integer >= 1")
     found: dict[str, Completion] = {}
     if beam:
-        final = yield GenerationRequest(
-            prompt, max_tokens=max_tokens, n=n, beams=n, sampling=base, **request
-        )
+        final = yield GenerationRequest(prompt, max_tokens=max_tokens, n=n, beams=n, sampling=base, **request)
         _collect(found, final.completions, keep)
         return rank(list(found.values()), n)
     if base.greedy:

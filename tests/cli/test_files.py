@@ -1,29 +1,32 @@
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from llamaherd import files
-from llamaherd.cli.files import register
+from llamaherd.cli import main
 from llamaherd.files.metadata import TypedValue, ValueType
 from llamaherd.files.synthesize import make_tiny_model, synthesize
 from llamaherd.files.writer import write_gguf
 
-app = typer.Typer()
-register(app)
-
 
 def run(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
-    return result.output
+    """What the command prints, to either stream."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        assert main([str(argument) for argument in arguments]) == code, out.getvalue() + err.getvalue()
+    return out.getvalue() + err.getvalue()
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def test_inspect_prints_one_value(model: Path) -> None:
     assert run("inspect", model, "--metadata", "llama.block_count").strip() == "2"
     assert json.loads(run("inspect", model, "--metadata", "tokenizer.ggml.tokens", "--json"))[1] == "<s>"
     assert "tokenizer.ggml.tokens = 448 x string" in run("inspect", model, "--metadata", "all")
-    assert "one of general.architecture" in run("inspect", model, "--metadata", "nothing", code=1)
+    assert "one of general.architecture" in run("inspect", model, "--metadata", "nothing", code=2)
 
 
 def test_inspect_lists_tensors(model: Path) -> None:
@@ -142,7 +145,7 @@ def test_convert_quantises_through_libllama(tmp_path: Path) -> None:
     run("convert", source, tmp_path / "c.bin", "--to", "ggjt", "--type", "q4_0")
     with files.open(tmp_path / "c.bin") as model:
         assert model.container_name == "ggjt-3"
-    assert "iq4_xs" in run("convert", source, tmp_path / "d.gguf", "--type", "q9", code=1)
+    assert "iq4_xs" in run("convert", source, tmp_path / "d.gguf", "--type", "q9", code=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.gguf", "c.bin"]
 
 
@@ -150,5 +153,29 @@ def test_errors_are_one_line(tmp_path: Path, model: Path) -> None:
     assert "error: " in run("inspect", tmp_path / "nothing.gguf", code=1)
     (tmp_path / "junk").write_bytes(b"junk" * 9)
     assert "not those of a model file" in run("inspect", tmp_path / "junk", code=1)
-    assert "one of gguf" in run("convert", model, tmp_path / "x", "--to", "onnx", code=1)
-    assert "only of use" in run("convert", model, tmp_path / "x", "--imatrix", model, code=1)
+    assert "one of gguf" in run("convert", model, tmp_path / "x", "--to", "onnx", code=2)
+    assert "only of use" in run("convert", model, tmp_path / "x", "--imatrix", model, code=2)
+
+
+@pytest.mark.parametrize("type", ["q4_k_m", None])
+def test_ctrl_c_leaves_no_half_file(tmp_path: Path, type: str | None) -> None:
+    source = synthesize(
+        tmp_path / "a.gguf", "llama", layers=6, n_embd=1024, n_heads=16, n_ff=4096, type="f16"
+    )
+    command = [sys.executable, "-m", "llamaherd", "convert", source, tmp_path / "b.gguf"]
+    with subprocess.Popen(
+        [*command, *([] if type is None else ["--type", type])],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline and len(os.listdir(tmp_path)) == 1:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    left = sorted(os.listdir(tmp_path))
+    if process.returncode == 0:  # it was quicker than we
+        assert left == ["a.gguf", "b.gguf"]
+    else:
+        assert process.returncode == 130
+        assert left == ["a.gguf"]

@@ -50,6 +50,15 @@ def test_synthesize_writes_older_containers(container: str, tmp_path: Path) -> N
         assert model.architecture == "llama"
 
 
+def test_types_of_libllama_s_quantiser_go_through_it(tmp_path: Path) -> None:
+    run("synthesize", tmp_path / "m.gguf", "--embd", 256, "--type", "q4_k_m")
+    with files.open(tmp_path / "m.gguf") as model:
+        assert {"q4_k", "q6_k"} <= {tensor.type.name for tensor in model.tensors.values()}
+    assert os.listdir(tmp_path) == ["m.gguf"]
+    assert "type" in run("synthesize", tmp_path / "x.gguf", "--type", "q9_z", code=2)
+    assert os.listdir(tmp_path) == ["m.gguf"]
+
+
 def test_synthesize_splits(tmp_path: Path) -> None:
     run("synthesize", tmp_path / "m.gguf", "--split-size", "100k")
     assert len(os.listdir(tmp_path)) > 1
@@ -97,6 +106,8 @@ def test_torch_and_back(tmp_path: Path) -> None:
     with files.open(tmp_path / "m.gguf") as before, files.open(tmp_path / "back.gguf") as after:
         for name, tensor in before.tensors.items():
             assert tensor.raw.tobytes() == after.tensors[name].raw.tobytes()
+    run("import-torch", tmp_path / "torch", tmp_path / "small.gguf", "--type", "q8_0")
+    assert files.open(tmp_path / "small.gguf").tensors["blk.0.attn_q.weight"].type.name == "q8_0"
 
 
 @pytest.mark.parametrize(

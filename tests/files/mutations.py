@@ -48,6 +48,11 @@ def seeds(folder: Path) -> dict[str, bytes]:
                 target = folder / f"{name}.{to}"
                 files.convert(model, target, to=to, sync=False)
                 out[f"{to}-{name}"] = target.read_bytes()
+    for name in ("mpt", "falcon"):
+        source = synthesize(folder / f"{name}.gguf", name, type="q8_0", tied=name == "mpt" or None, **options)
+        with files.open(source) as model:
+            files.convert(model, folder / name, to="ggjt3", sync=False)
+        out[f"ggjt3-{name}"] = (folder / name).read_bytes()
     out["ggla"] = ggla()
     return out
 

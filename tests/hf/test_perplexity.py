@@ -8,10 +8,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
-from llamaherd.cli.measure import register
+from llamaherd.cli import main
 from llamaherd.errors import InvalidParameterError, PromptTooLongError, RequestError
 from llamaherd.perplexity import compare, perplexity, windows
 
@@ -99,31 +97,23 @@ def text(tmp_path):
     return path
 
 
-@pytest.fixture
-def app():
-    made = typer.Typer()
-    register(made)
-    return made
-
-
-def test_command_perplexity(app, tiny, text, tokenizer, pair):
-    arguments = ["perplexity", str(tiny()), str(text), "--window", "64", "--threads", "1", "--kv-type", "f32"]
-    out = CliRunner().invoke(app, arguments)
-    assert out.exit_code == 0, out.output
+def test_command_perplexity(tiny, text, tokenizer, pair, capsys):
+    options = ["--window", "64", "--threads", "1", "--kv-type", "f32"]
+    assert main(["perplexity", str(tiny()), str(text), *options]) == 0
+    out = capsys.readouterr().out
     value, count = recipe(pair.theirs, tokenizer(text.read_text()).input_ids, 64, 32)
-    assert f"{count} tokens" in out.output
-    assert abs(float(out.output.split()[1]) / value - 1) < 1e-3
+    assert f"{count} tokens" in out
+    assert abs(float(out.split()[1]) / value - 1) < 1e-3
 
 
-def test_command_compare(app, tiny, text, tmp_path):
+def test_command_compare(tiny, text, tmp_path, capsys):
     svg = tmp_path / "out.svg"
+    options = ["--window", "64", "--threads", "1"]
     files = [str(tiny()), str(tiny(type="q8_0")), str(text)]
-    out = CliRunner().invoke(app, ["compare", *files, "--window", "64", "--threads", "1", "--svg", str(svg)])
-    assert out.exit_code == 0, out.output
-    assert "same top token" in out.output
+    assert main(["compare", *files, *options, "--svg", str(svg)]) == 0
+    assert "same top token" in capsys.readouterr().out
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
-    wrong = CliRunner().invoke(app, ["compare", str(tiny()), str(tiny("mistral")), str(text), "--window", "64"])
-    assert wrong.exit_code == 1
-    assert "vocabulary" in wrong.output
-    missing = CliRunner().invoke(app, ["perplexity", "none.gguf", str(text)])
-    assert missing.exit_code == 1
+    assert main(["compare", str(tiny()), str(tiny("mistral")), str(text), *options]) == 1
+    assert "vocabulary" in capsys.readouterr().err
+    assert main(["perplexity", "none.gguf", str(text)]) == 1
+    assert "none.gguf" in capsys.readouterr().err

@@ -13,8 +13,8 @@ from tests.hf.test_perplexity import recipe
 from tests.hf.torch_models import torch_model
 from transformers import AutoModelForCausalLM
 
+from llamaherd.engine.quantize import quantize
 from llamaherd.hf import LlamaCppForCausalLM, LlamaCppTokenizer
-from llamaherd.native.model import quantize
 from llamaherd.perplexity import perplexity
 
 pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(3000)]
@@ -38,7 +38,6 @@ MODES = {
     "cfg": {"guidance_scale": 1.5},
     "lookup": {"prompt_lookup_num_tokens": 5},
 }
-F16 = 1  # llama_ftype
 
 TEXT = """
 A herd of llamas came down from the mountain in the early morning, when the valley was still in shadow and the
@@ -52,7 +51,7 @@ baked, the roof of the school needed mending, and in the evening there would be 
 
 def f16_file(source, folder):
     target = folder / "f16.gguf"
-    assert quantize(str(source), str(target), F16, allow_requantize=True) == 0
+    quantize(source, target, "f16")
     return target
 
 
@@ -74,7 +73,13 @@ def gemma3(folder):
 def real(request, tmp_path_factory):
     path, theirs = request.param(tmp_path_factory.mktemp("real"))
     ours = LlamaCppForCausalLM.from_pretrained(
-        path, n_ctx=2048, type_k="f32", type_v="f32", flash_attn_type="disabled", n_threads=1, n_threads_batch=1
+        path,
+        n_ctx=2048,
+        type_k="f32",
+        type_v="f32",
+        flash_attn_type="disabled",
+        n_threads=1,
+        n_threads_batch=1,
     )
     yield ours, theirs, LlamaCppTokenizer.from_pretrained(path)
     ours.close()
@@ -156,7 +161,7 @@ def test_multi_turn(real):
 def test_assisted_by_its_own_quantisation(real, tmp_path):
     ours, theirs, tokenizer = real
     draft_path = tmp_path / "draft.gguf"
-    assert quantize(ours.runtime.model.path, str(draft_path), 2) == 0  # q4_0
+    quantize(ours.runtime.model.path, draft_path, "q4_0")
     draft = LlamaCppForCausalLM.from_pretrained(draft_path, n_ctx=1024, n_threads=1)
     equal = 0
     for prompt in PROMPTS:
@@ -193,7 +198,9 @@ def test_perplexity(real):
     tokens = tokenizer(TEXT).input_ids
     found = perplexity(ours.runtime.context, tokens, window=96, stride=48)
     values = [recipe(m, tokens, 96, 48)[0] for m in (ours, theirs)]
-    print(f"\n{ours.config.architecture} perplexity: {found.value:.5f}, recipe {values[0]:.5f}, torch {values[1]:.5f}")
+    print(
+        f"\n{ours.config.architecture} perplexity: {found.value:.5f}, recipe {values[0]:.5f}, torch {values[1]:.5f}"
+    )
     assert abs(found.value / values[0] - 1) < 1e-4
     assert abs(found.value / values[1] - 1) < 1e-3
 
@@ -203,7 +210,9 @@ def test_sink_cache_keeps_its_perplexity_far_past_the_context(real):
     from llamaherd.hf import SinkCache
 
     ours, _, tokenizer = real
-    small = LlamaCppForCausalLM.from_pretrained(ours.runtime.model.path, n_ctx=256, n_threads=1, n_threads_batch=1)
+    small = LlamaCppForCausalLM.from_pretrained(
+        ours.runtime.model.path, n_ctx=256, n_threads=1, n_threads_batch=1
+    )
     corpus = (Path(torch.__file__).parent / "nn" / "modules" / "module.py").read_text()[40_000:]
     ids = tokenizer(corpus, return_tensors="pt").input_ids[:, :1100]
     assert ids.shape[1] > 4 * 256
@@ -214,8 +223,12 @@ def test_sink_cache_keeps_its_perplexity_far_past_the_context(real):
 
     sinks, none = tail(SinkCache(small, window=256)), tail(SinkCache(small, window=256, sinks=0))
     reference = perplexity(ours.runtime.context, ids[0].tolist(), window=256, stride=32).value
-    print(f"\n{ours.config.architecture} past 4 n_ctx: sinks {sinks:.2f}, none {none:.2f}, windows {reference:.2f}")
+    print(
+        f"\n{ours.config.architecture} past 4 n_ctx: sinks {sinks:.2f}, none {none:.2f}, windows {reference:.2f}"
+    )
     assert sinks < 1.35 * reference
-    out = small.generate(ids[:, :20], cache=SinkCache(small, window=256), max_new_tokens=1024, eos_token_id=None)
+    out = small.generate(
+        ids[:, :20], cache=SinkCache(small, window=256), max_new_tokens=1024, eos_token_id=None
+    )
     assert out.shape[1] == 1044
     small.close()

@@ -128,7 +128,7 @@ def torch_model(path: Path, architecture: str) -> Any:
             value = None if key is None else file.metadata.get(f"{name}.{key}")
             if value is not None:
                 settings[field] = float(value) if isinstance(value, float) else int(np.max(value))
-        settings |= {k: settings[v] if v in settings else v for k, v in fixed.items() if v is not None}
+        settings |= {k: settings.get(v, v) for k, v in fixed.items() if v is not None}
         settings |= {k: None for k, v in fixed.items() if v is None}
         theta = file.metadata.get(f"{name}.rope.freq_base", 10000.0)
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(theta)}

@@ -23,12 +23,12 @@ COMMANDS = {
     "suggest": ("suggest", "Many ways to go on from a prompt or a Lean goal."),
     "run": ("run", "Stream one completion, or one chat turn."),
     "chat": ("chat", "Talk with a model in the terminal."),
-    "serve": ("serve", "Serve over HTTP: OpenAI's protocol, Lean's, a page."),
     "info": ("info", "Versions, CPU features, threads and why."),
     "inspect": ("files", "What a model file holds, and every fault of it."),
     "convert": ("files", "Write a model file in another container or type."),
     "perplexity": ("measure", "How well a model predicts the text in a file."),
     "compare": ("measure", "What one model predicts otherwise than another."),
+    "serve": ("serve", "Serve models over HTTP: OpenAI's endpoints, Lean's, and a page."),
     "slice": ("making", "Layers [A, B) of a GGUF model as a model of their own."),
     "synthesize": (
         "making",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,7 @@ from rich.table import Table
 from llamaherd import files
 from llamaherd.cli.progress import byte_progress
 from llamaherd.cli.sizes import format_size, parse_size
-from llamaherd.errors import InvalidParameterError, LlamaherdError
+from llamaherd.errors import InvalidParameterError
 from llamaherd.files.convert import FLOAT_TYPES, FORMATS, Conversion, convert
 from llamaherd.files.model_file import ModelFile
 from llamaherd.files.picture import picture
@@ -41,16 +39,6 @@ def register(app: typer.Typer) -> None:
     app.command("inspect")(inspect_command)
     app.command("convert")(convert_command)
     app.command("dump", hidden=True)(convert_command)
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Print what llamaherd raises on purpose as one line and exit with 1."""
-    try:
-        yield
-    except LlamaherdError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 # -------------------------------------------------------------------------------------- inspect
@@ -76,21 +64,20 @@ def inspect_command(
     architecture: Architecture = None,
 ) -> None:
     """What is in a model file: container, architecture, sizes, types, tokenizer, memory it needs."""
-    with _errors():
-        if check:
-            _check(path, architecture, as_json)
-            return
-        with files.open(path, architecture=architecture) as model:
-            if svg is not None:
-                svg.write_text(picture(model), "utf-8")
-            if metadata is not None:
-                _print_metadata(model, metadata, as_json)
-            elif as_json:
-                _print_json(model, n_ctx, tensors)
-            else:
-                _print_summary(summarize(model, n_ctx=n_ctx))
-                if tensors:
-                    _print_tensors(model)
+    if check:
+        _check(path, architecture, as_json)
+        return
+    with files.open(path, architecture=architecture) as model:
+        if svg is not None:
+            svg.write_text(picture(model), "utf-8")
+        if metadata is not None:
+            _print_metadata(model, metadata, as_json)
+        elif as_json:
+            _print_json(model, n_ctx, tensors)
+        else:
+            _print_summary(summarize(model, n_ctx=n_ctx))
+            if tensors:
+                _print_tensors(model)
 
 
 def _check(path: Path, architecture: str | None, as_json: bool) -> None:
@@ -252,7 +239,7 @@ def convert_command(
     file appears whole or not at all.
     """
     assume = files.Assumptions(n_ctx=n_ctx, rms_epsilon=rms_epsilon, rope_base=rope_base)
-    with _errors(), files.open(source, architecture=architecture) as model:
+    with files.open(source, architecture=architecture) as model:
         size = parse_size(split_size, "split_size") if split_size else None
         if imatrix is not None and (type is None or type.lower() in FLOAT_TYPES):
             raise InvalidParameterError("imatrix", str(imatrix), "only of use with a quantised --type")

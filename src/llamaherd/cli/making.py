@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +15,11 @@ from llamaherd import files
 from llamaherd.cli.progress import byte_progress
 from llamaherd.cli.sizes import format_size, parse_size
 from llamaherd.files.architectures import ARCHITECTURES
-from llamaherd.files.convert import FORMATS, convert
+from llamaherd.files.convert import FLOAT_TYPES, FORMATS, convert
 from llamaherd.files.cut_rules import CUT_RULES
 from llamaherd.files.model_file import ModelFile
 from llamaherd.files.slice import plan_slice, slice_model
+from llamaherd.files.synthesize import TYPES
 from llamaherd.files.synthesize import synthesize as make_model
 
 __all__ = ["register"]
@@ -102,7 +104,7 @@ def synthesize_command(
     vocab: Annotated[int | None, typer.Option(help="Vocabulary entries; default 320 or 448.")] = None,
     ctx: Annotated[int, typer.Option(help="Context length it claims to be trained for.")] = 512,
     experts: Annotated[int, typer.Option(help="Experts, in a mixture of them.")] = 4,
-    type: Annotated[str, typer.Option(help="Type of the matrices: f32, f16, bf16, q8_0, q4_0, ...")] = "f32",
+    type: Annotated[str, typer.Option(help="Type of the matrices: f32, f16, q8_0, q4_k_m, ...")] = "f32",
     tokenizer: Annotated[
         str | None, typer.Option(help="bpe, spm, wpm or ugm; default the usual one.")
     ] = None,
@@ -128,17 +130,32 @@ def synthesize_command(
         "type": type, "tokenizer": tokenizer, "bos": bos, "tied": tied, "seed": seed,
     }  # fmt: skip
     size = parse_size(split_size, "split_size") if split_size else None
-    if format == "gguf":
+    if format == "gguf" and type in TYPES:
         paths = [make_model(target, arch, split_size=size, **options)]
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            plain = make_model(Path(folder) / "model.gguf", arch, **options)
-            with files.open(plain) as model:
-                result = convert(model, target, to=format)
-        paths = result.paths
-        for note in result.notes:
-            typer.echo(f"note: {note}", err=True)
+        direct = type in TYPES
+        options["type"] = type if direct else "f32"
+        paths = _by_way_of(
+            lambda path: make_model(path, arch, **options),
+            target, to=format, type=None if direct else type, split_size=size,
+        )  # fmt: skip
     _report(paths)
+
+
+def _by_way_of(
+    make: Callable[[Path], object], target: Path, *, to: str, type: str | None, split_size: int | None
+) -> list[Path]:
+    """Make a plain GGUF beside ``target`` and convert it; types that are not ours go through libllama."""
+    from llamaherd.engine.quantize import quantize  # starts a process; loads nothing here
+
+    with tempfile.TemporaryDirectory(prefix=".llamaherd-", dir=target.absolute().parent) as folder:
+        plain = Path(folder) / "model.gguf"
+        make(plain)
+        with files.open(plain) as model:
+            result = convert(model, target, to=to, type=type, split_size=split_size, quantize=quantize)
+    for note in result.notes:
+        typer.echo(f"note: {note}", err=True)
+    return result.paths
 
 
 def _list_architectures() -> None:
@@ -169,7 +186,7 @@ def export_torch_command(
 def import_torch_command(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="A transformers checkpoint's folder.")],
     target: Target,
-    type: Annotated[str, typer.Option(help="Type of the matrices: f32, f16 or bf16.")] = "f16",
+    type: Annotated[str, typer.Option(help="Type of the matrices: f32, f16, bf16, q8_0, ...")] = "f16",
     metadata_from: Annotated[
         Path | None, typer.Option(help="A GGUF to take the tokenizer and general metadata from.")
     ] = None,
@@ -180,7 +197,15 @@ def import_torch_command(
 
     size = parse_size(split_size, "split_size") if split_size else None
     with byte_progress("importing") as progress:
-        paths = import_torch(
-            source, target, type=type, metadata_from=metadata_from, split_size=size, progress=progress
-        )
+        if type in FLOAT_TYPES:
+            paths = import_torch(
+                source, target, type=type, metadata_from=metadata_from, split_size=size, progress=progress
+            )
+        else:
+            paths = _by_way_of(
+                lambda path: import_torch(
+                    source, path, type="f32", metadata_from=metadata_from, progress=progress
+                ),
+                target, to="gguf", type=type, split_size=size,
+            )  # fmt: skip
     _report(paths)

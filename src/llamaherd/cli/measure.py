@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..errors import LlamaherdError, RequestError
+from ..errors import RequestError
 
 if TYPE_CHECKING:
     from ..engine.context import Context
@@ -43,7 +43,7 @@ def show_perplexity(
     kv_type: KvType = "f16",
 ) -> None:
     """Measure how well MODEL predicts the text in FILE (lower is better)."""
-    with _reported(), _context(model, window, threads, kv_type) as context:
+    with _context(model, window, threads, kv_type) as context:
         from ..perplexity import perplexity
 
         tokens = context.vocabulary.encode(_read(file))
@@ -70,7 +70,6 @@ def show_comparison(
 ) -> None:
     """Measure what SECOND predicts otherwise than FIRST on the text in FILE."""
     with (
-        _reported(),
         _context(first, window, threads, kv_type) as a,
         _context(second, window, threads, kv_type) as b,
     ):
@@ -79,7 +78,9 @@ def show_comparison(
         text = _read(file)
         tokens = a.vocabulary.encode(text)
         if tokens != b.vocabulary.encode(text):
-            raise RequestError(f"{first} and {second} make other tokens of {file}; compare needs one vocabulary")
+            raise RequestError(
+                f"{first} and {second} make other tokens of {file}; compare needs one vocabulary"
+            )
         with _bar("compare") as progress:
             found = compare(a, b, tokens, window=window, stride=stride, progress=progress)
         sizes = (a.model.size, b.model.size)
@@ -123,19 +124,10 @@ def _context(path: Path, window: int, threads: int | None, kv_type: str) -> Iter
 @contextmanager
 def _bar(what: str) -> Iterator[Any]:
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    """Our own errors as one line and exit code 1."""
-    try:
-        yield
-    except LlamaherdError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _read(file: Path) -> str:

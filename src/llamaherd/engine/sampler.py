@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..config import SamplingConfig
 from ..errors import GrammarError, InvalidParameterError, TokenError
-from ..logits import check_finite, top_k
+from ..logits import check_finite, exponentials, top_k
 from ..native.handles import Handle
 from ..native.sampler import Candidates, Chain
 from .protocol import FloatArray
@@ -129,7 +129,7 @@ class Sampler:
         if selected is not None:  # mirostat has drawn already
             return selected
         left = candidates.left
-        return int(left["id"][_inverse_cdf(_softmax(left["logit"]), draw)])
+        return int(left["id"][_inverse_cdf(exponentials(left["logit"]), draw)])
 
 
 def _needs_chain(config: SamplingConfig) -> bool:
@@ -215,8 +215,7 @@ def _draw_vectorised(config: SamplingConfig, logits: FloatArray, draw: float) ->
         return int(logits.argmax())
     kept = _truncate(config, logits)
     chosen = logits if kept is None else logits[kept]
-    weights = _softmax(chosen / np.float32(config.temperature))
-    index = _inverse_cdf(weights, draw)
+    index = _inverse_cdf(exponentials(chosen, config.temperature), draw)
     return int(index if kept is None else kept[index])
 
 
@@ -230,7 +229,8 @@ def _truncate(config: SamplingConfig, logits: FloatArray) -> NDArray[np.intp] | 
         if kept is None:
             kept, probabilities = _enough_mass(logits, config.top_p, keep_at_least)
         else:
-            probabilities = _softmax(logits[kept])
+            weights = exponentials(logits[kept])
+            probabilities = weights / weights.sum()
         n = int(np.searchsorted(np.cumsum(probabilities, dtype=np.float64), config.top_p)) + 1
         kept = kept[: max(n, keep_at_least)]
     if config.min_p > 0:
@@ -249,7 +249,7 @@ def _enough_mass(logits: FloatArray, mass: float, at_least: int) -> tuple[NDArra
     """The most probable tokens, sorted, that hold ``mass`` together (or some more), and their
     probabilities among all tokens; without sorting the rest of the vocabulary."""
     peak = logits.max()
-    weights = np.exp(logits - peak)
+    weights = exponentials(logits)
     total = weights.sum(dtype=np.float64)
     depth = 4.0
     while True:
@@ -263,12 +263,6 @@ def _enough_mass(logits: FloatArray, mass: float, at_least: int) -> tuple[NDArra
     return chosen, (weights[chosen] / total).astype(np.float32)
 
 
-def _softmax(logits: FloatArray) -> FloatArray:
-    weights: FloatArray = np.exp(logits - logits.max())
-    weights /= weights.sum()
-    return weights
-
-
 def _inverse_cdf(weights: FloatArray, draw: float) -> int:
     """The index at which the cumulated weights pass ``draw`` of their sum.
 
@@ -277,7 +271,10 @@ def _inverse_cdf(weights: FloatArray, draw: float) -> int:
     n = len(weights)
     if n <= 4 * _BLOCK:
         return _pass(weights, draw * float(weights.sum(dtype=np.float64)))
-    sums = np.add.reduceat(weights, np.arange(0, n, _BLOCK), dtype=np.float64)
+    whole = n // _BLOCK * _BLOCK
+    sums = weights[:whole].reshape(-1, _BLOCK).sum(axis=1).astype(np.float64)
+    if whole < n:
+        sums = np.append(sums, float(weights[whole:].sum()))
     target = draw * float(sums.sum())
     block = _pass(sums, target)
     start = block * _BLOCK

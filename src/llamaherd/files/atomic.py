@@ -41,10 +41,11 @@ def replacing(path: str | os.PathLike[str], size: int = 0, *, sync: bool = True)
         raise FileError(path, "is a folder; name a file to write")
     partial = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        file = open(partial, "wb")  # noqa: SIM115 - closed below, before the rename
-    except OSError as error:
-        raise FileError(path, f"cannot be written: {error.strerror}") from error
-    try:
+        # opened inside: an interrupt may come between the file's appearance and the next statement
+        try:
+            file = open(partial, "wb")  # noqa: SIM115 - closed below, before the rename
+        except OSError as error:
+            raise FileError(path, f"cannot be written: {error.strerror}") from error
         with file:
             try:
                 yield file

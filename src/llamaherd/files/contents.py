@@ -104,7 +104,7 @@ def _little_endian(tensor: Tensor) -> Tensor:
         )
 
     def load() -> Bytes:
-        return tensor.raw.reshape(-1, size)[:, ::-1].reshape(-1)
+        return np.ascontiguousarray(tensor.raw.reshape(-1, size)[:, ::-1]).reshape(-1)
 
     return replace(tensor, big_endian=False, offset=None, load=load)
 
@@ -184,7 +184,7 @@ def _metadata(
     model: ModelFile, header: Mapping[str, Value], contents: Contents, assume: Assumptions
 ) -> dict[str, TypedValue]:
     arch = contents.architecture
-    number = {key: int(value) for key, value in header.items() if isinstance(value, (int, float))}
+    number = {key: value for key, value in header.items() if isinstance(value, int)}
     u32: dict[str, int] = {
         "block_count": number["n_layer"],
         "embedding_length": number["n_embd"],

@@ -8,12 +8,12 @@ the ``quantize`` that the caller gives.
 from __future__ import annotations
 
 import os
-import tempfile
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from llamaherd.errors import InvalidParameterError, UnsupportedFileError
+from llamaherd.errors import FileError, InvalidParameterError, UnsupportedFileError
 from llamaherd.files.adapters import adapter_contents
 from llamaherd.files.block_types import BlockType, block_type
 from llamaherd.files.blocks import Rounding, encode_floats
@@ -170,13 +170,17 @@ def _quantized(
         raise InvalidParameterError(
             "type", type, f"one of {', '.join(FLOAT_TYPES)}; quantised types need libllama (quantize=...)"
         )
-    folder = Path(path).absolute().parent
-    with tempfile.TemporaryDirectory(prefix=".llamaherd-", dir=folder) as temporary:
-        made = Path(temporary) / "quantised.gguf"
-        plain = source.path
-        notes: list[str] = []
+    folder = Path(path).absolute().parent / f".llamaherd-{os.getpid()}"
+    made = folder / "quantised.gguf"
+    plain = source.path
+    notes: list[str] = []
+    try:
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise FileError(path, f"cannot be written: {error.strerror}") from error
         if source.container != "gguf" or source.version == 1 or source.big_endian:
-            plain = Path(temporary) / "plain.gguf"
+            plain = folder / "plain.gguf"
             notes = convert(source, plain, assume=options.assume, sync=False).notes
         quantize(plain, made, type)
         with open_model(made) as model:
@@ -189,6 +193,8 @@ def _quantized(
                 progress=options.progress,
                 sync=options.sync,
             )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     result.notes = [*notes, *result.notes]
     result.quantised = type
     return result

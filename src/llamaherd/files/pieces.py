@@ -19,7 +19,7 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it yet
 
 def write_pieces(file: BinaryIO, raw: Bytes) -> Iterator[int]:
     """Write ``raw`` (flat, contiguous) in pieces of at most 8 MiB; yields the bytes of each."""
-    view = raw.data
+    view = np.ascontiguousarray(raw).data
     for start in range(0, raw.nbytes, _PIECE):
         piece = view[start : start + _PIECE]
         _prefault(raw, start, piece.nbytes)

@@ -17,14 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaherd.errors import InvalidParameterError
-from llamaherd.files.architectures import Architecture, Role, Shape, Weight, architecture_named
+from llamaherd.files.architectures import architecture_named
 from llamaherd.files.block_types import BlockType, block_type, named_type
+from llamaherd.files.blueprint import Architecture, Role, Shape, Weight
 from llamaherd.files.metadata import TypedValue, Value, ValueType
 from llamaherd.files.model_file import Tensor
 from llamaherd.files.tiny_vocabulary import BYTE, CHATML, NORMAL, TinyVocabulary, tiny_vocabulary
 from llamaherd.files.writer import write_gguf
 
-__all__ = ["DEFECTS", "TinyModel", "make_tiny_model", "synthesize"]
+__all__ = ["DEFECTS", "TYPES", "TinyModel", "make_tiny_model", "synthesize"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -36,6 +37,9 @@ _FILE_TYPES = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "bf16": 32,
     "tq1_0": 36, "tq2_0": 37, "mxfp4": 38,
 }  # fmt: skip
+
+TYPES = tuple(_FILE_TYPES)
+"""What the matrices may be: types with a reference quantiser."""
 
 _QUANTISED = {Role.EMBEDDING, Role.HEAD, Role.MATRIX, Role.SHARP, Role.RESIDUAL}
 

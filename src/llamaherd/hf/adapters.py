@@ -31,7 +31,7 @@ class AdapterMixin:
     _adapters: dict[str, _Adapter]
     _adapters_on: bool
 
-    def load_adapter(  # type: ignore[override]
+    def load_adapter(
         self,
         peft_model_id: str | PathLike[str],
         adapter_name: str | None = None,
@@ -64,7 +64,7 @@ class AdapterMixin:
             self._adapters[name] = _Adapter(lora.path, lora.scale)
             self._apply()
 
-    def set_adapter(self, adapter_name: str | Sequence[str]) -> None:  # type: ignore[override]
+    def set_adapter(self, adapter_name: str | Sequence[str]) -> None:
         """Switch on exactly these adapters. Raises InvalidParameterError for one that is not loaded."""
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         for name in names:
@@ -102,7 +102,7 @@ class AdapterMixin:
         """Names of the adapters that are on."""
         return [name for name, a in self._adapters.items() if a.active] if self._adapters_on else []
 
-    def delete_adapter(self, adapter_names: str | Sequence[str]) -> None:  # type: ignore[override]
+    def delete_adapter(self, adapter_names: str | Sequence[str]) -> None:
         """Switch adapters off and free them. Raises InvalidParameterError for one that is not loaded."""
         for name in [adapter_names] if isinstance(adapter_names, str) else list(adapter_names):
             adapter = self._adapter(name)
@@ -114,13 +114,13 @@ class AdapterMixin:
                 del self._adapters[name]
                 self._apply()
 
-    def add_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+    def add_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: a new adapter would have to be trained."""
         raise UnsupportedError(
             "llama.cpp does not train; load a trained adapter with load_adapter('adapter.gguf')"
         )
 
-    def get_adapter_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+    def get_adapter_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the weights are llama.cpp's."""
         raise UnsupportedError(
             "the adapter's weights are in llama.cpp; read its file with llamaherd.files.open"

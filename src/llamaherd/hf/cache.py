@@ -1,4 +1,4 @@
-"""A transformers cache whose rows are llama.cpp sequences: it holds ids, llama.cpp holds the keys and values."""
+"""A transformers cache whose rows are llama.cpp sequences: it holds ids, llama.cpp keys and values."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class LlamaCppCache(Cache):  # type: ignore[misc]
     """A batch of llama.cpp sequences, to be passed as ``cache`` (``past_key_values``) and returned as such.
 
     Rows are forked, not copied, wherever transformers repeats, selects or reorders them, and when the cache
-    is deep-copied. When the object is garbage-collected its sequences are free again. Masked columns (padding)
-    are not in llama.cpp at all; ``mask`` remembers them.
+    is deep-copied. When the object is garbage-collected its sequences are free again. Masked columns
+    (padding) are not in llama.cpp at all; ``mask`` remembers them.
 
     Args:
         model: the model whose cache it is; no other can use it.
@@ -96,6 +96,12 @@ class LlamaCppCache(Cache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Length and offset of the keys."""
         return self.get_seq_length() + query_length, 0
+
+    @property
+    def n_tokens(self) -> NDArray[np.int64]:
+        """Tokens that each row has seen: int64 [batch]."""
+        counted: NDArray[np.int64] = self.mask.numpy().sum(axis=1)
+        return counted
 
     def length(self, row: int) -> int:
         """Tokens of a row that are in llama.cpp; its next position."""
@@ -211,7 +217,7 @@ class LlamaCppCache(Cache):  # type: ignore[misc]
         """
         if tokens_to_remove > 0:
             raise ValueError(
-                f"crop({tokens_to_remove}): pass the negative number of tokens to remove, as transformers does"
+                f"crop({tokens_to_remove}): pass the negative number of tokens to remove, as in transformers"
             )
         columns = min(-tokens_to_remove, self.get_seq_length())
         if columns == 0:
@@ -222,7 +228,7 @@ class LlamaCppCache(Cache):  # type: ignore[misc]
         with self.runtime.lock:
             if not memory.can_trim and any(gone):
                 raise UnsupportedError(
-                    "this model's state is recurrent and cannot be cropped; deep-copy the cache before going on"
+                    "this model's state is recurrent and cannot be cropped; deep-copy a cache before going on"
                 )
             for row, count in enumerate(gone):
                 self._trim(row, count)

@@ -22,8 +22,8 @@ class LlamaCppConfig:
 
     Every field of ``llama_model_params`` and ``llama_context_params`` can be set by its name:
     ``n_ctx``, ``n_gpu_layers``, ``n_seq_max``, ``n_batch``, ``n_threads``, ``flash_attn_type``, ``type_k``,
-    ``type_v``, ``kv_unified``, ``rope_freq_base``, ``offload_kqv``, ``tensor_split``, ... Enums and ggml types
-    also go by name (``type_k="q8_0"``). Left out, a parameter has the backend's default.
+    ``type_v``, ``kv_unified``, ``rope_freq_base``, ``offload_kqv``, ``tensor_split``, ... Enums and ggml
+    types also go by name (``type_k="q8_0"``). Left out, a parameter has the backend's default.
 
     Raises:
         UnknownParameterError: llama.cpp has no such parameter; the nearest is named.
@@ -104,9 +104,7 @@ class LlamaCppModelConfig(PreTrainedConfig):  # type: ignore[misc]
         super().__init__(**kwargs)
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls, name: str | PathLike[str], *, filename: str | None = None, **kwargs: Any
-    ) -> Any:
+    def from_pretrained(cls, name: str | PathLike[str], *, filename: str | None = None, **kwargs: Any) -> Any:
         """The config of a GGUF file, a folder with one, or a hub id and ``filename``.
 
         Raises:
@@ -122,7 +120,7 @@ class LlamaCppModelConfig(PreTrainedConfig):  # type: ignore[misc]
     def from_gguf(cls, path: str | PathLike[str]) -> LlamaCppModelConfig:
         """The config that a GGUF file's metadata describe."""
         with open_file(path) as file:
-            metadata = file.metadata
+            metadata: Mapping[str, Any] = file.metadata
             architecture = str(metadata.get("general.architecture", ""))
 
             def number(key: str, default: int = 0) -> int:
@@ -140,10 +138,9 @@ class LlamaCppModelConfig(PreTrainedConfig):  # type: ignore[misc]
                 num_attention_heads=heads,
                 num_key_value_heads=number("attention.head_count_kv", heads),
                 max_position_embeddings=number("context_length"),
-                **{
-                    f"{name}_token_id": _token(metadata.get(f"tokenizer.ggml.{key}_token_id"))
-                    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-                },
+                bos_token_id=_token(metadata.get("tokenizer.ggml.bos_token_id")),
+                eos_token_id=_token(metadata.get("tokenizer.ggml.eos_token_id")),
+                pad_token_id=_token(metadata.get("tokenizer.ggml.padding_token_id")),
             )
 
 

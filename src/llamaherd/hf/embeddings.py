@@ -28,4 +28,6 @@ def input_embeddings(path: str) -> torch.nn.Embedding:
         weights = torch.from_numpy(tensor.dequantize())
         if (file.architecture or "").startswith("gemma"):
             weights *= math.sqrt(weights.shape[1])
-        return torch.nn.Embedding.from_pretrained(weights, freeze=True)
+        embedding = torch.nn.Embedding(*weights.shape, _weight=weights)
+        embedding.weight.requires_grad_(False)
+        return embedding

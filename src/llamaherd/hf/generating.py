@@ -18,9 +18,10 @@ __all__ = ["GeneratingMixin", "check_cache"]
 
 _CACHES = {
     "quantized": "llama.cpp quantises its own cache: load with LlamaCppConfig(type_k='q8_0', type_v='q8_0')",
-    "offloaded": "llama.cpp places its own cache: load with LlamaCppConfig(offload_kqv=False) to keep it off the GPU",
-    "paged": "transformers' paged attention needs torch; leave cache_implementation out: a padded batch costs "
-    "nothing here, and `llamaherd serve` batches requests that come and go",
+    "offloaded": "llama.cpp places its own cache: to keep it off the GPU load with "
+    "LlamaCppConfig(offload_kqv=False)",
+    "paged": "transformers' paged attention needs torch; leave cache_implementation out: a padded batch "
+    "costs nothing here, and `llamaherd serve` batches requests that come and go",
 }
 _OURS = (None, "dynamic", "static", "hybrid", "sliding_window")  # llama.cpp's cache is all of these already
 

@@ -33,7 +33,7 @@ class GuidedBranch:
         self.logits: torch.Tensor | None = None
 
     def next_pass(self, input_ids: torch.Tensor | None, rows: int) -> Pass | None:
-        """What it takes in beside conditional rows that take in input_ids [rows, columns] (None: embeddings)."""
+        """What it takes in beside conditional rows, which take in input_ids (None: embeddings)."""
         if not self._due:
             return None
         if not self.cache.is_initialized:
@@ -70,7 +70,7 @@ class GuidedBranch:
 
 
 class GuidanceProcessor(LogitsProcessor):  # type: ignore[misc]
-    """scores = uncond + scale * (cond - uncond), in log-probabilities, as transformers' processor computes it."""
+    """scores = uncond + scale * (cond - uncond), in log-probabilities, as transformers' processor does."""
 
     def __init__(self, guidance_scale: float, branch: GuidedBranch) -> None:
         self.guidance_scale = guidance_scale

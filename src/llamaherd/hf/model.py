@@ -84,7 +84,7 @@ class LlamaCppForCausalLM(AdapterMixin, RefusalMixin, GeneratingMixin, PreTraine
     # ------------------------------------------------------------------------------- loading
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | PathLike[str],
         *,
@@ -141,7 +141,7 @@ class LlamaCppForCausalLM(AdapterMixin, RefusalMixin, GeneratingMixin, PreTraine
             result.generation_config = generation_config
         return result
 
-    def save_pretrained(self, save_directory: str | PathLike[str], **kwargs: Any) -> None:  # type: ignore[override]
+    def save_pretrained(self, save_directory: str | PathLike[str], **kwargs: Any) -> None:
         """Write a folder that from_pretrained() and the Auto classes load: the GGUF file and two configs.
 
         The file is linked where the file system can, else copied.
@@ -335,7 +335,7 @@ def _parameters(
         given = LlamaCppConfig.from_dict(given)
     if given is not None and not isinstance(given, LlamaCppConfig):
         raise UnsupportedError(
-            f"quantization_config={type(given).__name__}: pass a LlamaCppConfig; the quantisation is the file's"
+            f"quantization_config={type(given).__name__}: pass a LlamaCppConfig; the file is quantised"
         )
     return LlamaCppConfig(**{**config.llama_cpp, **(given.parameters if given else {}), **keywords})
 
@@ -358,16 +358,18 @@ def _check_positions(
     if position_ids is None:
         return
     given = position_ids.cpu().numpy()
-    if given.ndim != 2 or given.shape[1] != mask.shape[1]:
+    if given.ndim != 2 or given.shape[1] != mask.shape[1] or given.shape[0] not in (1, mask.shape[0]):
         raise RequestError(f"position_ids has the shape {given.shape}, the input {mask.shape}")
-    before = cache.mask.sum(1, keepdim=True).numpy() if cache.is_initialized else 0
-    expected = before + np.cumsum(mask, axis=1) - 1
-    wrong = mask & (np.broadcast_to(given, mask.shape) != expected)
+    expected = cache.n_tokens[:, None] + np.cumsum(mask, axis=1) - 1 if cache.is_initialized else None
+    if expected is None:
+        expected = np.cumsum(mask, axis=1) - 1
+    wrong = mask & (given != expected)
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
+        found = np.broadcast_to(given, mask.shape)[row, column]
         raise RequestError(
-            f"position_ids[{row}, {column}] is {np.broadcast_to(given, mask.shape)[row, column]}, the row goes "
-            f"on at {expected[row, column]}: llama.cpp counts tokens one by one; leave position_ids out"
+            f"position_ids[{row}, {column}] is {found}, the row goes on at {expected[row, column]}: llama.cpp"
+            " counts tokens one by one; leave position_ids out"
         )
 
 
@@ -381,7 +383,7 @@ def _columns(
 
 
 def _wanted_layers(output_hidden_states: bool | str, n_layer: int, embeds: bool) -> tuple[int, ...]:
-    """Layers whose outputs are wanted below the last, which is normed; -1, the embeddings, if they are ours."""
+    """Layers wanted below the last, which is normed; -1, the embeddings, if they are ours."""
     if not output_hidden_states or output_hidden_states == LAST:
         return ()
     return tuple(range(-1 if embeds else 0, n_layer - 1))
@@ -390,7 +392,7 @@ def _wanted_layers(output_hidden_states: bool | str, n_layer: int, embeds: bool)
 def _hidden_states(one: Pass, inputs_embeds: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
     if not one.wants_hidden:
         return None
-    found = tuple(one.hidden[layer] for layer in (*one.layers, LAST))
+    found = tuple(one.hidden[layer] for layer in one.hidden_names)
     if not one.layers or inputs_embeds is None:
         return found
     return inputs_embeds.detach().to("cpu", torch.float32), *found

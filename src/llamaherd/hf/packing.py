@@ -62,8 +62,8 @@ def new_mask(attention_mask: torch.Tensor | None, cache: LlamaCppCache, rows: in
         return np.ones((rows, columns), np.bool_)
     if attention_mask.ndim != 2:
         raise UnsupportedError(
-            f"attention_mask has {attention_mask.ndim} dimensions; llama.cpp masks causally by itself, give the "
-            "2-D mask of tokens and padding"
+            f"attention_mask has {attention_mask.ndim} dimensions; llama.cpp masks causally by itself, give "
+            "the 2-D mask of tokens and padding"
         )
     mask = attention_mask.detach().to("cpu", torch.bool).numpy()
     before = cache.get_seq_length()
@@ -102,7 +102,7 @@ def _identity(columns: Columns, row: int) -> bytes:
     given = columns.tokens if columns.tokens is not None else columns.embeddings
     assert given is not None
     mask = columns.mask[row]
-    return mask.tobytes() + given[row][mask].tobytes()
+    return bytes(mask.tobytes() + given[row][mask].tobytes())
 
 
 def pack(columns: Columns, cache: LlamaCppCache, outputs: Bools) -> tuple[Batch, NDArray[np.intp]]:

@@ -12,7 +12,7 @@ __all__ = ["RefusalMixin"]
 
 _PLACEMENT = (
     "the weights are in llama.cpp; choose where when loading: "
-    "from_pretrained(..., quantization_config=LlamaCppConfig(n_gpu_layers=..., main_gpu=..., tensor_split=...))"
+    "from_pretrained(..., quantization_config=LlamaCppConfig(n_gpu_layers=..., tensor_split=...))"
 )
 _PRECISION = "the weights have the precision of their file; load a file of another quantisation"
 
@@ -57,8 +57,8 @@ class RefusalMixin:
         """Evaluation is the only mode. Raises UnsupportedError for training."""
         if mode:
             raise UnsupportedError(
-                "llama.cpp does not compute gradients; train the model in torch and convert it to GGUF, or train "
-                "a LoRA there and load it with load_adapter()"
+                "llama.cpp does not compute gradients; train the model in torch and convert it to GGUF, or "
+                "train a LoRA there and load it with load_adapter()"
             )
         return super().train(False)  # type: ignore[misc]
 
@@ -77,7 +77,7 @@ class RefusalMixin:
     def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the weights are llama.cpp's."""
         raise UnsupportedError(
-            "the weights are in llama.cpp; save_pretrained() copies their file, llamaherd.files.open() reads it"
+            "the weights are in llama.cpp; save_pretrained() copies the file, llamaherd.files.open() reads it"
         )
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Sequence
@@ -59,5 +60,5 @@ def read(path: str | PathLike[str]) -> tuple[list[bytes], NDArray[np.bool_]]:
     if len(data) != start + sum(sizes):
         raise StateMismatchError(path, f"it has {len(data)} bytes, its header says {start + sum(sizes)}")
     ends = np.cumsum([start, *sizes]).tolist()
-    states = [data[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    states = [data[a:b] for a, b in itertools.pairwise(ends)]
     return states, bits.astype(np.bool_)

@@ -46,6 +46,11 @@ class Pass:
     offset: int = field(init=False, default=0)
 
     @property
+    def hidden_names(self) -> tuple[int | str, ...]:
+        """The keys of ``hidden``, in transformers' order."""
+        return (*self.layers, LAST) if self.last else tuple(self.layers)
+
+    @property
     def wants_hidden(self) -> bool:
         """Whether hidden states are wanted at all."""
         return self.last or bool(self.layers)
@@ -89,7 +94,7 @@ def _begin(runtime: Runtime, passes: Sequence[Pass], fresh: Sequence[bool]) -> t
         if new:
             one.cache.take_rows(one.sources)
         sizes.append(rows * int(one.keep.sum()) + 1)  # a last row takes what was computed but not asked for
-        for layer in (*one.layers, *([LAST] if one.last else [])):
+        for layer in one.hidden_names:
             one.hidden[layer] = torch.zeros(rows, columns, runtime.model.n_embd)
     # everything but padding is overwritten
     make = torch.empty if all(one.columns.mask.all() for one in passes) else torch.zeros
@@ -145,7 +150,9 @@ def _scatter(
 ) -> None:
     width = piece.stop - piece.start
     row, column = torch.from_numpy(flat // width), torch.from_numpy(flat % width + piece.start)
-    found: dict[int | str, FloatArray] = {**layers, **({} if last is None else {LAST: last})}
+    found: dict[int | str, FloatArray] = dict(layers.items())
+    if last is not None:
+        found[LAST] = last
     for layer, values in found.items():
         one.hidden[layer][row, column] = torch.from_numpy(np.ascontiguousarray(values))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class LlamaCppTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
             if duplicate is not None:
                 first, second, token = duplicate
                 raise DuplicateTokenError(self.vocab_file, str(token), first, second)
-            metadata = file.metadata
+            metadata: Mapping[str, Any] = file.metadata
             if "tokenizer.ggml.tokens" not in metadata:
                 raise UnsupportedFileError(
                     self.vocab_file, "it holds no vocabulary; take the model's own file"
@@ -80,7 +80,7 @@ class LlamaCppTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         return None if token is None else self._texts[token]
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls, pretrained_model_name_or_path: str | PathLike[str], *args: Any, **kwargs: Any
     ) -> LlamaCppTokenizer:
         """The tokenizer of a GGUF file, of a folder with one (also a saved one), or of a hub id.

@@ -43,10 +43,9 @@ def load_model(path: str, params: Mapping[str, Any], progress: Progress | None =
 def model_facts(model: Handle) -> dict[str, Any]:
     """What llama.cpp says of a model, by the names of its functions."""
     p = model.pointer
-    n_layer = int(L.llama_model_n_layer(p))
-    loaded = n_layer > 0  # of a vocabulary alone, llama.cpp aborts when asked for its heads
     description = ctypes.create_string_buffer(256)
     L.llama_model_desc(p, description, 256)
+    n_layer = int(L.llama_model_n_layer(p))
     return {
         "description": description.value.decode("utf-8", "replace"),
         "n_params": int(L.llama_model_n_params(p)),
@@ -55,8 +54,9 @@ def model_facts(model: Handle) -> dict[str, Any]:
         "n_embd": int(L.llama_model_n_embd(p)),
         "n_embd_out": int(L.llama_model_n_embd_out(p)),
         "n_layer": n_layer,
-        "n_head": int(L.llama_model_n_head(p)) if loaded else 0,
-        "n_head_kv": int(L.llama_model_n_head_kv(p)) if loaded else 0,
+        # without layers (vocab_only) these two abort the process
+        "n_head": int(L.llama_model_n_head(p)) if n_layer else 0,
+        "n_head_kv": int(L.llama_model_n_head_kv(p)) if n_layer else 0,
         "n_swa": int(L.llama_model_n_swa(p)),
         "has_encoder": bool(L.llama_model_has_encoder(p)),
         "has_decoder": bool(L.llama_model_has_decoder(p)),

@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..engine.protocol import Engine, FloatArray
+from ..engine.protocol import Engine, FloatArray, TokenSampler
 from ..errors import LlamaherdError
 from ..logits import check_finite, log_normalizers, top_k
 from ..types import Completion, Failed, Finished, FinishReason, Logprob, Token
@@ -30,6 +31,7 @@ class Emitter:
     ) -> None:
         self._memory = engine.memory
         self._vocabulary = engine.vocabulary
+        self._end_tokens = np.array(sorted(engine.vocabulary.end_tokens), np.intp)
         self._intake = intake
         self._residency = residency
         self._groups = groups
@@ -45,7 +47,8 @@ class Emitter:
             if candidate.finish_reason is not None or group.key not in self._groups:
                 continue
             try:
-                check_finite(logits[row])
+                if np.isnan(norms[row]):
+                    check_finite(logits[row])
                 if group.beam is not None:
                     beams.setdefault(group.key, []).append(row)
                 else:
@@ -58,12 +61,12 @@ class Emitter:
 
     def _next_token(self, candidate: Candidate, logits: FloatArray, norm: float) -> None:
         group, request = candidate.group, candidate.group.request
-        allowed = logits
-        if request.ignore_eos:
-            allowed = logits.copy()
-            allowed[list(self._vocabulary.end_tokens)] = -np.inf
         sampler = self._intake.sampler(candidate)
-        token = sampler.sample(allowed, uniform(group.seed, candidate.index, len(candidate.tokens)))
+        draw = uniform(group.seed, candidate.index, len(candidate.tokens))
+        if request.ignore_eos:
+            token = self._sample_without(self._end_tokens, sampler, logits, draw)
+        else:
+            token = sampler.sample(logits, draw)
         sampler.accept(token)
         self._note_first_token(group)
         logprob = float(logits[token]) - norm
@@ -84,6 +87,18 @@ class Emitter:
         group.handle.push(event)
         if reason is not None:
             self._end(candidate, reason)
+
+    @staticmethod
+    def _sample_without(
+        tokens: NDArray[np.intp], sampler: TokenSampler, logits: FloatArray, draw: float
+    ) -> int:
+        """Draw anything but these tokens; the row is as before afterwards, and was not copied."""
+        kept = logits[tokens]
+        logits[tokens] = -np.inf
+        try:
+            return sampler.sample(logits, draw)
+        finally:
+            logits[tokens] = kept
 
     @staticmethod
     def _note_first_token(group: Group) -> None:

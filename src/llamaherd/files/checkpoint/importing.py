@@ -15,10 +15,11 @@ import numpy.typing as npt
 from llamaherd.errors import FileError, InvalidParameterError, UnsupportedFileError
 from llamaherd.files.block_types import BlockType, block_type, named_type
 from llamaherd.files.blocks import encode_floats
-from llamaherd.files.checkpoint.config import REQUIRED_SETTINGS, metadata_of_config, rope_tensors
+from llamaherd.files.checkpoint.config import REQUIRED_SETTINGS, metadata_of_config
 from llamaherd.files.checkpoint.exporting import KEPT_METADATA
 from llamaherd.files.checkpoint.extras import require_extra
 from llamaherd.files.checkpoint.families import Family, Heads, family_of_model_type
+from llamaherd.files.checkpoint.rotary import rope_tensors
 from llamaherd.files.checkpoint.tokenizer import tokenizer_metadata
 from llamaherd.files.metadata import TypedValue, Value
 from llamaherd.files.model_file import Bytes, Tensor
