@@ -23,7 +23,9 @@ else:
 
 
 def snippets(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
 
 
 def test_openai_md(server: Server) -> None:
@@ -50,7 +52,12 @@ def test_the_toml_file() -> None:
     (text,) = snippets("serving.md", "toml")
     settings, _ = settings_of({}, tomllib.loads(text))
     assert list(settings.models) == ["small", "large"]
-    assert settings.models["large"].params == {"n_threads": 8, "n_ctx": 4096, "type_k": "q8_0", "type_v": "q8_0"}
+    assert settings.models["large"].params == {
+        "n_threads": 8,
+        "n_ctx": 4096,
+        "type_k": "q8_0",
+        "type_v": "q8_0",
+    }
     assert settings.models["large"].memory_limit == 12 << 30
     assert settings.models_memory == 24 << 30
     assert settings.lean
