@@ -28,6 +28,7 @@ ELSEWHERE = {
     "openai.md",
     "lean-in-vscode.md",
     "operations.md",
+    "transformers.md",
 }
 DOCS = sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in ELSEWHERE)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
