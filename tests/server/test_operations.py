@@ -175,7 +175,7 @@ def test_several_models_and_one_that_gives_way(demo_model_path: Path, tmp_path: 
         "--model",
         f"two={second}",
         "--models-memory",
-        "300M",
+        "200M",
         "--n-ctx",
         "512",
     ]

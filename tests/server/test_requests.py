@@ -110,11 +110,9 @@ def test_a_body_that_is_too_large(server: Server) -> None:
         for _ in range(200):
             yield b"x" * 100_000
 
-    with server.client() as client:
-        try:
-            assert client.post("/tokenize", content=chunks()).status_code == 413
-        except httpx.WriteError:
-            pass  # the connection was closed under what nobody wanted to read
+    # the connection may be closed under what nobody wants to read
+    with server.client() as client, contextlib.suppress(httpx.WriteError):
+        assert client.post("/tokenize", content=chunks()).status_code == 413
 
 
 def test_a_million_messages(server: Server) -> None:
@@ -189,9 +187,11 @@ def test_a_client_that_sends_half_a_request_holds_nobody_up(server: Server) -> N
 
 
 def test_duplicate_request_ids_are_two_requests(server: Server) -> None:
-    with server.client(headers={"x-request-id": "the-same"}) as client:
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            answers = list(pool.map(lambda _: client.post(CHAT, json=chat()), range(2)))
+    with (
+        server.client(headers={"x-request-id": "the-same"}) as client,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        answers = list(pool.map(lambda _: client.post(CHAT, json=chat()), range(2)))
     assert [a.status_code for a in answers] == [200, 200]
     assert [a.headers["x-request-id"] for a in answers] == ["the-same"] * 2
 
@@ -208,7 +208,7 @@ def test_five_hundred_at_once(server: Server) -> None:
 
     def one(i: int) -> tuple[int, str | None]:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=240)
-        connection.request("POST", CHAT, body=json.dumps(chat(max_tokens=1, seed=i, temperature=0)))
+        connection.request("POST", CHAT, body=json.dumps(chat(max_tokens=24, seed=i, ignore_eos=True)))
         response = connection.getresponse()
         response.read()
         connection.close()
@@ -223,21 +223,19 @@ def test_five_hundred_at_once(server: Server) -> None:
     server.wait_idle()
 
 
-def test_a_slow_reader_is_cut_off() -> None:
-    with serving("--max-sequences", "2", env={"LLAMAHERD_N_CTX": "2048"}) as server:
-        with raw(server) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            body = json.dumps(
-                chat(max_tokens=1900, ignore_eos=True, stream=True, logprobs=True, top_logprobs=20)
-            )
-            connection.sendall(
-                f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-            )
-            wait_for(lambda: server.status()["running"] > 0)
-            began = time.monotonic()
-            with server.client() as client:  # somebody else is served meanwhile
-                assert client.post(CHAT, json=chat()).status_code == 200
-            assert time.monotonic() - began < 60
+def test_a_reader_that_does_not_read_holds_nobody_up() -> None:
+    with serving("--max-sequences", "2", "--n-ctx", "2048") as server, raw(server) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = json.dumps(chat(max_tokens=1900, ignore_eos=True, stream=True, logprobs=True, top_logprobs=20))
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall((head + body).encode())
+        wait_for(lambda: server.status()["running"] > 0)
+        began = time.monotonic()
+        with server.client() as client:  # somebody else is served meanwhile
+            assert client.post(CHAT, json=chat()).status_code == 200
+        assert time.monotonic() - began < 60
+        connection.close()
+        server.wait_idle()
 
 
 def test_a_key_is_asked_for() -> None:
@@ -247,7 +245,7 @@ def test_a_key_is_asked_for() -> None:
         refused = client.post(CHAT, json=chat())
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"] == "Bearer"
-        for wrong in ("Bearer ", "Bearer secret", "Basic secret one", "Bearer \xe9"):
+        for wrong in ("Bearer", "Bearer secret", "Basic secret one", "Bearer \xe9"):
             assert (
                 client.post(CHAT, json=chat(), headers={"authorization": wrong.encode("latin-1")}).status_code
                 == 401

@@ -185,7 +185,7 @@ def test_a_reader_that_does_not_read_is_cut_off() -> None:
     async def main() -> None:
         async with supervised(fake_config(), max_buffered_events=64) as supervisor:
             stream = supervisor.client.submit(request(max_tokens=5000))
-            await until(lambda: supervisor.client.events > 100)
+            await until(lambda: supervisor.client.events > 64)
             events = [event async for event in stream]
             assert isinstance(events[-1], Failed)
             assert isinstance(events[-1].error, SlowReaderError)

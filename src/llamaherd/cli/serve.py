@@ -132,7 +132,7 @@ def serve(
         bool | None, _option("log_prompts", "Write prompts into the log.", "--no-log-prompts")
     ] = None,
 ) -> None:
-    """Serve models over HTTP: OpenAI's endpoints, llmstep, LeanCopilot, and a page at /.
+    """Serve models over HTTP: OpenAI's endpoints, Lean's, and a page.
 
     Settings come from the command line, then LLAMAHERD_* variables, then --config, then defaults.
     """

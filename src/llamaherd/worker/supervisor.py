@@ -161,6 +161,7 @@ class Supervisor:
         self._generation += 1
         link = Link(self._folder, str(self._generation))
         oom_before = oom_kills()
+        self.stats = wire.Stats()  # those of the last worker say nothing of this one
         child = self._child = Child(self._worker_config, link)
         self._last_pid = child.pid
         self._last_beat = self._born = time.monotonic()
