@@ -17,7 +17,15 @@ from llamaherd import (
     SchedulerConfig,
     Token,
 )
-from llamaherd.errors import ClosedError, NativeError, QueueFullError, UnknownParameterError
+from llamaherd.errors import (
+    ClosedError,
+    InvalidParameterError,
+    NativeError,
+    QueueFullError,
+    UnknownParameterError,
+    UnsupportedError,
+)
+from llamaherd.files.synthesize import synthesize
 from llamaherd.testing import FakeEngine
 
 GREEDY = SamplingConfig(temperature=0)
@@ -197,3 +205,77 @@ def test_the_model_may_be_closed_first(tiny_model_path):
     with pytest.raises(ClosedError):
         herd.generate(GenerationRequest("x", max_tokens=2))
     herd.close()
+
+
+def test_a_stream_that_is_never_read_is_cancelled(herd):
+    for leave in (lambda stream: None, lambda stream: stream.close()):
+        leave(herd.stream(GenerationRequest("x", max_tokens=2000)))
+        gc.collect()
+        wait_until_idle(herd)
+    assert herd.stats().decoded_tokens < 1000
+
+
+def test_a_task_cancelled_while_it_submits_leaves_no_request(herd):
+    async def read():
+        async for _ in herd.astream(GenerationRequest("x", max_tokens=2000)):
+            pass
+
+    async def main():
+        tasks = [asyncio.create_task(read()) for _ in range(8)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.2)
+
+    asyncio.run(main())
+    wait_until_idle(herd)
+    assert herd.stats().decoded_tokens < 1000
+
+
+def test_a_listener_may_close_the_herd():
+    engine = FakeEngine(n_ctx=2048)
+    herd = Herd(engine)
+    handles = [herd.submit(GenerationRequest(p, max_tokens=2000)) for p in "abc"]
+    handles[0].listen(herd.close)
+    for handle in handles:
+        with pytest.raises(ClosedError):
+            handle.result(10)
+    herd._thread.join(10)
+    assert engine.closed
+    herd.close()
+
+
+def test_what_is_no_model_is_refused():
+    for model in (None, 5, "model.gguf"):
+        with pytest.raises(InvalidParameterError):
+            Herd(model)
+
+
+def test_suggestions_of_the_wrong_kind_are_refused(herd):
+    with pytest.raises(InvalidParameterError):
+        herd.suggest("x", n="a")
+    with pytest.raises(UnknownParameterError, match="stop"):
+        herd.suggest("x", stops=["a"])
+
+
+def test_a_model_closed_under_its_herd_ends_the_requests(tiny_model_path):
+    model = Model.load(tiny_model_path)
+    herd = Herd(model, n_ctx=512, max_sequences=4, n_threads=1, n_threads_batch=1)
+    sampling = SamplingConfig(grammar="root ::= .+")  # which asks the model's vocabulary at every token
+    handles = [herd.submit(GenerationRequest(f"p{i}", max_tokens=400, sampling=sampling)) for i in range(6)]
+    next(iter(handles[0]))
+    model.close()
+    for handle in handles:
+        with pytest.raises(ClosedError):
+            handle.result(10)
+    with pytest.raises(ClosedError):
+        herd.generate(GenerationRequest("x"), timeout=10)
+    herd.close()
+
+
+@pytest.mark.parametrize("architecture", ["bert", "t5"])
+def test_encoders_are_refused(tmp_path, architecture):
+    path = synthesize(tmp_path / "encoder.gguf", architecture)
+    with Model.load(path) as model, pytest.raises(UnsupportedError):
+        Herd(model, n_ctx=256, n_threads=1)

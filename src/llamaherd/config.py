@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -40,8 +41,40 @@ def _number(name: str, value: Any, low: float, high: float = math.inf, *, intege
         span = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
         what = "an integer" if integer else "a number"
         raise InvalidParameterError(name, value, f"{what} {span}")
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise InvalidParameterError(name, value, "a finite number")
+
+
+def _flag(name: str, value: Any) -> None:
+    """Refuse what is not a bool."""
+    if not isinstance(value, bool):
+        raise InvalidParameterError(name, value, "true or false")
+
+
+def _text(name: str, value: Any) -> None:
+    """Refuse what is not a text."""
+    if not isinstance(value, str):
+        raise InvalidParameterError(name, value, "a text")
+
+
+def _texts(name: str, values: Any, limit: str = "texts that are not empty") -> tuple[str, ...]:
+    """The values as a tuple of texts that are not empty."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise InvalidParameterError(name, values, "a sequence of texts, not one text")
+    texts = tuple(values)
+    if any(not isinstance(text, str) or not text for text in texts):
+        raise InvalidParameterError(name, texts, limit)
+    return texts
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    """The values as a tuple of ints. numpy's integers are taken, floats and bools are not."""
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise InvalidParameterError(name, values, "a sequence of integers")
+    integers = tuple(values)
+    if any(isinstance(value, bool) or not hasattr(value, "__index__") for value in integers):
+        raise InvalidParameterError(name, integers, "a sequence of integers")
+    return tuple(map(operator.index, integers))
 
 
 @dataclass(frozen=True)
@@ -57,6 +90,7 @@ class LoraConfig:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
+        _text("path", self.path)
         _number("scale", self.scale, -1e6, 1e6)
 
 
@@ -84,7 +118,7 @@ class SamplingConfig:
         dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers: DRY
             repetition penalty; multiplier 0 is off.
         mirostat: 0 off, 1 or 2 the version (Basu et al. 2020); mirostat_tau, mirostat_eta its targets.
-        logit_bias: token id -> value added to its logit; ``-inf`` forbids it.
+        logit_bias: token id -> value in [-1e9, 1e9] added to its logit; ``-inf`` forbids it.
         grammar: a GBNF grammar that the text must follow; its root rule is ``grammar_root``.
         json_schema: a JSON schema, as JSON text, that the text must follow (needs llguidance); it excludes
             ``grammar``.
@@ -127,7 +161,7 @@ class SamplingConfig:
         _number("top_k", self.top_k, 0, 2**31 - 1, integer=True)
         for name in ("top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold"):
             _number(name, getattr(self, name), 0, 1)
-        _number("top_n_sigma", self.top_n_sigma, -math.inf)
+        _number("top_n_sigma", self.top_n_sigma, -1e6, 1e6)
         _number("dynatemp_range", self.dynatemp_range, 0, 100)
         _number("dynatemp_exponent", self.dynatemp_exponent, 0, 100)
         _number("repeat_penalty", self.repeat_penalty, 1e-3, 1e3)
@@ -138,8 +172,7 @@ class SamplingConfig:
         _number("dry_multiplier", self.dry_multiplier, 0, 100)
         _number("dry_base", self.dry_base, 0, 100)
         _number("dry_allowed_length", self.dry_allowed_length, 0, 2**31 - 1, integer=True)
-        if self.mirostat not in (0, 1, 2):
-            raise InvalidParameterError("mirostat", self.mirostat, "0 (off), 1 or 2")
+        _number("mirostat", self.mirostat, 0, 2, integer=True)
         _number("mirostat_tau", self.mirostat_tau, 0, 1e3)
         _number("mirostat_eta", self.mirostat_eta, 0, 1e3)
         _number("min_keep", self.min_keep, 0, 2**31 - 1, integer=True)
@@ -147,11 +180,23 @@ class SamplingConfig:
             raise InvalidParameterError("json_schema", self.json_schema[:80], "not beside a grammar")
         if self.seed is not None:
             _number("seed", self.seed, 0, 2**32 - 1, integer=True)
+        self._check_texts()
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidParameterError("logit_bias", self.logit_bias, "a mapping of token ids to numbers")
         for token, bias in self.logit_bias.items():
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise InvalidParameterError("logit_bias", token, "its keys are token ids >= 0")
-            if math.isnan(bias) or bias == math.inf:
-                raise InvalidParameterError("logit_bias", bias, "its values are finite numbers or -inf")
+            _number("logit_bias's token id", token, 0, integer=True)
+            if bias != -math.inf:
+                _number(f"logit_bias[{token}]", bias, -1e9, 1e9)
+
+    def _check_texts(self) -> None:
+        _text("grammar_root", self.grammar_root)
+        if self.grammar is not None:
+            _text("grammar", self.grammar)
+        limit = "texts that are not empty, without NUL and lone surrogates"
+        breakers = _texts("dry_sequence_breakers", self.dry_sequence_breakers, limit)
+        if any("\0" in b or any("\ud800" <= c <= "\udfff" for c in b) for b in breakers):
+            raise InvalidParameterError("dry_sequence_breakers", breakers, limit)
+        object.__setattr__(self, "dry_sequence_breakers", breakers)
 
     @property
     def greedy(self) -> bool:
@@ -192,3 +237,4 @@ class SchedulerConfig:
         _number("max_queue", self.max_queue, 1, integer=True)
         _number("max_buffered_events", self.max_buffered_events, 1, integer=True)
         _number("prefill_chunk", self.prefill_chunk, 1, integer=True)
+        _flag("prefix_cache", self.prefix_cache)

@@ -96,8 +96,27 @@ __all__ = [
 ]
 
 
+def _shown(value: Any) -> str:
+    """A value as messages show it: its repr, cut to a readable length."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of more digits than Python prints, or another's broken __repr__
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _rebuild(kind: type[LlamaherdError], args: tuple[Any, ...]) -> LlamaherdError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
+
+
 class LlamaherdError(Exception):
-    """The base of every error that llamaherd raises on purpose."""
+    """The base of every error that llamaherd raises on purpose. Errors can be pickled and copied."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # not by calling __init__, as exceptions do by default: its arguments are not the message
+        return _rebuild, (type(self), self.args), self.__dict__
 
 
 # ---------------------------------------------------------------------------------------- config
@@ -116,7 +135,7 @@ class UnknownParameterError(ConfigError, TypeError):
         close = difflib.get_close_matches(name, self.known, n=1, cutoff=0.5)
         self.nearest = close[0] if close else None
         hint = f"did you mean {self.nearest!r}?" if self.nearest else f"known: {', '.join(self.known)}"
-        super().__init__(f"{of} has no parameter {name!r}; {hint}")
+        super().__init__(f"{of} has no parameter {_shown(name)}; {hint}")
 
 
 class InvalidParameterError(ConfigError):
@@ -126,7 +145,7 @@ class InvalidParameterError(ConfigError):
         self.name = name
         self.value = value
         self.limit = limit
-        super().__init__(f"{name} = {value!r} is not valid: {limit}")
+        super().__init__(f"{name} = {_shown(value)} is not valid: {limit}")
 
 
 # ----------------------------------------------------------------------------------------- files
@@ -279,7 +298,9 @@ class TokenError(RequestError):
         self.n_vocab = n_vocab
         self.index = index
         where = f" at index {index}" if index is not None else ""
-        super().__init__(f"token id {token}{where} is outside [0, {n_vocab}), this model's vocabulary")
+        super().__init__(
+            f"token id {_shown(token)}{where} is outside [0, {n_vocab}), this model's vocabulary"
+        )
 
 
 class PositionError(RequestError):
@@ -290,7 +311,7 @@ class PositionError(RequestError):
         self.expected = expected
         self.sequence = sequence
         of = f" of sequence {sequence}" if sequence is not None else ""
-        super().__init__(f"position {position}{of} is not valid: {expected}")
+        super().__init__(f"position {_shown(position)}{of} is not valid: {expected}")
 
 
 class SequenceError(RequestError):
@@ -299,7 +320,7 @@ class SequenceError(RequestError):
     def __init__(self, sequence: int, expected: str) -> None:
         self.sequence = sequence
         self.expected = expected
-        super().__init__(f"sequence id {sequence} is not valid: {expected}")
+        super().__init__(f"sequence id {_shown(sequence)} is not valid: {expected}")
 
 
 class GrammarError(RequestError):

@@ -13,7 +13,7 @@ from .config import SamplingConfig, SchedulerConfig
 from .engine.context import Context
 from .engine.model import Model
 from .engine.protocol import Engine
-from .errors import ClosedError
+from .errors import InvalidParameterError, UnsupportedError
 from .scheduler.handle import Handle
 from .scheduler.loop import Scheduler, SchedulerStats
 from .suggestions import suggest
@@ -60,14 +60,22 @@ class Herd:
             slots = config.max_sequences or max_sequences
             spare = slots if config.prefix_cache else 0
             context_params.setdefault("n_seq_max", min(slots + spare, _MOST_SEQUENCES))
-            self.engine: Engine = Context(model, **context_params)
+            context = Context(model, **context_params)
+            if not context.generates:
+                context.close()
+                raise UnsupportedError(
+                    f"{model.architecture} models do not continue text with llama_decode alone; "
+                    "take a decoder-only model, or Context(model).embed() for embeddings"
+                )
+            self.engine: Engine = context
+        elif not isinstance(model, Engine):
+            raise InvalidParameterError("model", model, "a Model or an Engine")
         elif context_params:
             raise TypeError(f"an Engine is already made; {', '.join(context_params)} cannot be applied")
         else:
             self.engine = model
         self._scheduler = Scheduler(self.engine, config)
         self._stop = threading.Event()
-        self._close_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="llamaherd", daemon=True)
         self._thread.start()
 
@@ -96,7 +104,9 @@ class Herd:
 
         The request is submitted at once, not at the first event. Raises as submit() does.
         """
-        return _stream(self.submit(request))
+        events = _stream(self.submit(request))
+        next(events)  # enter it: a generator that was never entered does not run its finally
+        return events  # type: ignore[return-value]
 
     async def astream(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """stream() for asyncio: ``async for event in herd.astream(request)``.
@@ -104,11 +114,16 @@ class Herd:
         Ending the iteration early, or cancelling the task, cancels the request.
         """
         loop = asyncio.get_running_loop()
-        handle = await loop.run_in_executor(None, self.submit, request)
+        submitting = loop.run_in_executor(None, self.submit, request)
+        try:
+            handle = await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_cancel_submitted)
+            raise
         changed = asyncio.Event()
 
         def notify() -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(changed.set)
 
         handle.listen(notify)
@@ -168,20 +183,22 @@ class Herd:
                     scheduler.wait(0.05 if scheduler.busy else None)
             except Exception as error:
                 scheduler.fail_all(error)
+        # here and not in close(): a listener may call that in the middle of a step
+        try:
+            scheduler.close()
+        finally:
+            self.engine.close()
 
     def close(self) -> None:
-        """End all requests with ClosedError, stop the thread and free the context; idempotent."""
-        with self._close_lock:
-            if self._stop.is_set():
-                return
-            self._stop.set()
+        """End all requests with ClosedError, stop the thread and free the context; idempotent.
+
+        Called by a listener it returns at once, and all that happens when the step in progress is done.
+        """
+        self._stop.set()
         self.engine.abort()
         self._scheduler.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        with contextlib.suppress(ClosedError):  # if the model was closed first, and the context with it
-            self._scheduler.close()
-        self.engine.close()
 
     def __enter__(self) -> Herd:
         return self
@@ -192,8 +209,15 @@ class Herd:
         self.close()
 
 
-def _stream(handle: Handle) -> Iterator[Event]:
+def _stream(handle: Handle) -> Iterator[Event | None]:
     try:
+        yield None
         yield from handle
     finally:
         handle.cancel()
+
+
+def _cancel_submitted(submitting: asyncio.Future[Handle]) -> None:
+    """Nobody waits for this request any more."""
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().cancel()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Callable, Generator
 from typing import Any
 
-from .config import SamplingConfig
-from .errors import ConfigError, InvalidParameterError
+from .config import SamplingConfig, _number
+from .errors import ConfigError, UnknownParameterError
 from .types import Completion, Finished, GenerationRequest, Prompt, Suggestion
 
 __all__ = ["DEFAULT_SAMPLING", "rank", "suggest", "suggesting"]
@@ -16,6 +17,9 @@ DEFAULT_SAMPLING = SamplingConfig(temperature=0.7, top_k=0, top_p=1.0, min_p=0.0
 """What suggestions are drawn with unless told otherwise: the model's own distribution, a little sharper."""
 
 _WAVES = 4
+
+_OWN = {"prompt", "n", "max_tokens", "sampling", "beams", "indices", "resume"}
+_REQUEST = {field.name for field in dataclasses.fields(GenerationRequest)} - _OWN
 
 
 def suggest(
@@ -61,8 +65,10 @@ def suggesting(
         request: further fields of GenerationRequest.
     """
     base = sampling or DEFAULT_SAMPLING
-    if n < 1:
-        raise InvalidParameterError("n", n, "an integer >= 1")
+    _number("n", n, 1, 65536 // _WAVES, integer=True)
+    for name in request:
+        if name not in _REQUEST:
+            raise UnknownParameterError(name, _REQUEST, of="suggest()")
     found: dict[str, Completion] = {}
     if beam:
         final = yield GenerationRequest(prompt, max_tokens=max_tokens, n=n, beams=n, sampling=base, **request)

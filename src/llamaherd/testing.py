@@ -14,6 +14,7 @@ from .errors import (
     DecodeAbortedError,
     GrammarError,
     LlamaherdError,
+    NativeError,
     OutOfCellsError,
     OutOfSequencesError,
     PositionError,
@@ -175,7 +176,8 @@ class FakeEngine:
     Args:
         n_sequences, n_ctx, n_batch: as of a real context.
         logits: tokens so far -> logits [258]; by default pseudo-random in the last three tokens.
-        on_decode: called with every batch before it is computed; it may raise.
+        on_decode: called with every batch before it is computed; it may raise. Without ``can_trim`` a
+            NativeError empties the batch's sequences, as it does recurrent states.
     """
 
     def __init__(
@@ -224,8 +226,10 @@ class FakeEngine:
                 self.memory.append(sequence, token)
                 if wanted:
                     rows.append(self._logits(self.memory.tokens[sequence]))
-        except LlamaherdError:
+        except LlamaherdError as error:
             for sequence, length in before.items():
+                if isinstance(error, NativeError) and not self.memory.can_trim:
+                    length = 0  # a recurrent state that has moved on cannot go back
                 del self.memory.tokens[sequence][length:]
                 del self.memory._cells[sequence][length:]
             raise

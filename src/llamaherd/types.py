@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from .config import SamplingConfig, _number
+from .config import SamplingConfig, _flag, _integers, _number, _text, _texts
 from .errors import InvalidParameterError, LlamaherdError
 
 __all__ = [
@@ -37,6 +37,10 @@ class PromptPart:
 
     text: str
     parse_special: bool = False
+
+    def __post_init__(self) -> None:
+        _text("text", self.text)
+        _flag("parse_special", self.parse_special)
 
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[PromptPart]
@@ -88,6 +92,11 @@ class GenerationRequest:
         _number("n", self.n, 1, 65536, integer=True)
         _number("logprobs", self.logprobs, 0, 1024, integer=True)
         _number("length_penalty", self.length_penalty, -10, 10)
+        if not isinstance(self.sampling, SamplingConfig):
+            raise InvalidParameterError("sampling", self.sampling, "a SamplingConfig")
+        _flag("ignore_eos", self.ignore_eos)
+        _text("client", self.client)
+        _text("request_id", self.request_id)
         if self.beams is not None:
             _number("beams", self.beams, 1, 256, integer=True)
             if self.n > self.beams:
@@ -96,13 +105,26 @@ class GenerationRequest:
                 raise InvalidParameterError("beams", self.beams, "beam search takes no grammar; sample")
         if self.deadline is not None:
             _number("deadline", self.deadline, 0)
-        if isinstance(self.stop, str):
-            raise InvalidParameterError("stop", self.stop, "a sequence of texts, not one text")
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise InvalidParameterError("stop", list(self.stop), "its texts are not empty")
-        for name, indices in (("indices", self.indices or ()), ("resume", self.resume)):
-            if any(not 0 <= i < self.n for i in indices):
-                raise InvalidParameterError(name, list(indices), f"candidates in [0, {self.n})")
+        # as tuples of our own: what the caller changes later must not reach a request that runs
+        object.__setattr__(self, "stop", _texts("stop", self.stop))
+        object.__setattr__(self, "stop_tokens", _integers("stop_tokens", self.stop_tokens))
+        self._check_candidates()
+
+    def _check_candidates(self) -> None:
+        """``indices`` and ``resume`` name candidates that there are."""
+        if self.indices is not None:
+            indices = _integers("indices", self.indices)
+            if not indices or len(set(indices)) < len(indices):
+                raise InvalidParameterError("indices", indices, "at least one candidate, each named once")
+            object.__setattr__(self, "indices", indices)
+        if not isinstance(self.resume, Mapping):
+            raise InvalidParameterError("resume", self.resume, "a mapping of candidates to token ids")
+        resumed = _integers("resume", list(self.resume))
+        tokens = (_integers(f"resume[{i}]", t) for i, t in zip(resumed, self.resume.values(), strict=True))
+        object.__setattr__(self, "resume", dict(zip(resumed, tokens, strict=True)))
+        for name, candidates in (("indices", self.indices or ()), ("resume", resumed)):
+            if any(not 0 <= i < self.n for i in candidates):
+                raise InvalidParameterError(name, candidates, f"candidates in [0, {self.n})")
         if self.beams is not None and (self.resume or self.indices is not None):
             raise InvalidParameterError("beams", self.beams, "beam search cannot be resumed; start it again")
 
@@ -208,8 +230,8 @@ class Finished:
 
     @property
     def text(self) -> str:
-        """The first candidate's text."""
-        return self.completions[0].text
+        """The first candidate's text; empty if a beam search was stopped before its first token."""
+        return self.completions[0].text if self.completions else ""
 
 
 @dataclass(frozen=True, slots=True)

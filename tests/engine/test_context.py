@@ -1,13 +1,16 @@
 """The context against llama_cpp's own low-level calls, and everything that it refuses."""
 
+import json
 import threading
 import time
+import zlib
 
 import numpy as np
 import pytest
 from llama_cpp import llama_cpp as L
 
 from llamaherd.config import LoraConfig
+from llamaherd.engine import state
 from llamaherd.engine.context import Context
 from llamaherd.engine.model import Model
 from llamaherd.engine.protocol import Batch, Engine
@@ -499,3 +502,210 @@ def test_recurrent_states_cannot_be_cut(tmp_path, make_context, make_batch):
         memory.trim(a, 0)
         assert memory.length(a) == 0
         context.close()
+
+
+@pytest.mark.parametrize("kv_unified", [True, False])
+def test_states_saved_before_llama_cpp_has_copied_and_shifted(make_context, make_batch, kv_unified):
+    tokens = np.random.default_rng(0).integers(3, 300, 60).tolist()
+
+    def begin():
+        context = make_context(kv_unified=kv_unified, n_ctx=1024, n_seq_max=4)
+        sequence = context.memory.allocate()
+        context.decode(make_batch(tokens, sequence))
+        return context, sequence
+
+    def go_on(context, sequence):
+        batch = make_batch([9], sequence, context.memory.length(sequence))
+        return context.decode(batch)[0].copy()
+
+    expected = go_on(*begin())
+    context, sequence = begin()
+    saved = context.save_sequence(context.memory.fork(sequence))
+    assert np.allclose(go_on(context, context.restore_sequence(saved)), expected, atol=0.05)
+
+    context, sequence = begin()  # the lowest free id is the one that was copied from
+    other = context.memory.allocate()
+    context.decode(make_batch(tokens[::-1], other))
+    saved = context.save_sequence(other)
+    context.memory.release(other)
+    fork = context.memory.fork(sequence)
+    context.memory.release(sequence)
+    assert context.restore_sequence(saved) == sequence
+    assert np.allclose(go_on(context, fork), expected, atol=0.05)
+
+    context, sequence = begin()
+    context.memory.shift(sequence, 4, 20)
+    saved = context.save_sequence(sequence)
+    restored = context.restore_sequence(saved)
+    assert np.allclose(go_on(context, restored), go_on(context, sequence), atol=0.05)
+
+
+def test_shifting_twice_a_fork_in_between(make_context, make_batch):
+    tokens = np.random.default_rng(0).integers(3, 300, 60).tolist()
+    context = make_context(n_ctx=1024)
+    a, b = context.memory.allocate(), context.memory.allocate()
+    for sequence in (a, b):
+        context.decode(make_batch(tokens, sequence))
+        context.memory.shift(sequence, 4, 20)
+    fork = context.memory.fork(a)
+    for sequence in (fork, b):
+        context.memory.shift(sequence, 4, 10)
+    rows = [context.decode(make_batch([9], s, 30))[0].copy() for s in (fork, b)]
+    assert np.allclose(*rows, atol=0.05)
+
+
+def test_a_pruned_window_cannot_be_cut(tmp_path, make_batch):
+    tokens = np.random.default_rng(0).integers(3, 300, 900).tolist()
+    params = {"n_ctx": 2048, "n_ubatch": 32, "n_threads": 1, "n_seq_max": 2, "swa_full": False}
+    with Model.load(synthesize(tmp_path / "gemma.gguf", "gemma3")) as model:
+        with pytest.raises(InvalidParameterError, match="kv_unified"):
+            Context(model, **params)
+        context = Context(model, kv_unified=False, **params)
+        sequence = context.memory.allocate()
+        context.decode(make_batch(tokens, sequence))
+        for cut in (context.memory.fork, context.memory.trim):
+            with pytest.raises(PositionError):
+                cut(sequence, 300)
+        fork = context.memory.fork(sequence)
+        rows = [context.decode(make_batch([9], s, 900))[0].copy() for s in (fork, sequence)]
+        assert np.allclose(*rows, atol=1e-3)
+
+
+def test_outputs_outlive_the_context(tiny_model_path, make_batch):
+    model = Model.load(tiny_model_path)
+    context = Context(model, n_ctx=256, n_threads=1)
+    row = context.decode(make_batch([5, 6], context.memory.allocate()))
+    expected = row.copy()
+    model.close()
+    assert np.array_equal(row, expected)
+
+
+def test_a_vocabulary_in_use_outlives_close(tiny_model_path):
+    model = Model.load(tiny_model_path)
+    vocabulary, failures = model.vocabulary, []
+
+    def work():
+        try:
+            while True:
+                vocabulary.encode("some text " * 2000)
+        except ClosedError:
+            return
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    model.close()
+    for thread in threads:
+        thread.join(20)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "t5"])
+def test_encoders_do_not_decode(tmp_path, make_batch, architecture):
+    with Model.load(synthesize(tmp_path / "encoder.gguf", architecture)) as model:
+        context = Context(model, n_ctx=256, n_threads=1, n_seq_max=2)
+        assert not context.generates
+        with pytest.raises(UnsupportedError):
+            context.decode(make_batch([5, 6], context.memory.allocate()))
+        if architecture == "bert":
+            assert context.embed([[5, 6, 7]]).any()
+        else:
+            with pytest.raises(UnsupportedError):
+                context.embed([[5, 6, 7]])
+
+
+def test_a_model_without_weights_makes_no_context(tiny_model_path):
+    with Model.load(tiny_model_path, vocab_only=True) as model:
+        assert model.vocabulary.encode("a")
+        with pytest.raises(UnsupportedError, match="vocab_only"):
+            Context(model)
+
+
+def test_more_outputs_than_the_context_has_room_for(make_context, make_batch):
+    context = make_context(n_outputs_max=8)
+    sequence = context.memory.allocate()
+    with pytest.raises(RequestError, match="n_outputs_max"):
+        context.decode(make_batch([5] * 20, sequence, outputs="all"))
+    assert context.decode(make_batch([5] * 20, sequence)).shape[0] == 1
+
+
+@pytest.mark.parametrize("sequence", ["x", None, 1.0, True, [], 10**30])
+def test_sequence_ids_of_the_wrong_kind(make_context, sequence):
+    memory = make_context().memory
+    first, second = memory.allocate(), memory.allocate()
+    for call in (memory.length, memory.fork, memory.release, lambda s: memory.trim(s, 0)):
+        with pytest.raises(SequenceError):
+            call(sequence)
+    assert memory.live == {first, second}
+
+
+@pytest.mark.parametrize("length", ["x", 1.5, True, 10**30, -1])
+def test_lengths_of_the_wrong_kind_leak_nothing(make_context, make_batch, length):
+    context = make_context()
+    memory, sequence = context.memory, context.memory.allocate()
+    context.decode(make_batch([5, 6, 7], sequence))
+    for call in (
+        lambda: memory.fork(sequence, length),
+        lambda: memory.trim(sequence, length),
+        lambda: memory.shift(sequence, 0, length),
+        lambda: memory.shift(sequence, length, 0),
+    ):
+        with pytest.raises(PositionError):
+            call()
+    assert (memory.free_sequences, memory.length(sequence)) == (7, 3)
+
+
+@pytest.mark.parametrize("texts", [[["x"]], [[1.5]], [[10**30]], ["ab"], [None]])
+def test_texts_to_embed_of_the_wrong_kind(make_context, texts):
+    with pytest.raises((RequestError, InvalidParameterError)):
+        make_context().embed(texts)
+
+
+def _envelope(header, payload):
+    data = header if isinstance(header, bytes) else json.dumps(header).encode()
+    checksum = zlib.crc32(payload, zlib.crc32(data))
+    return state._HEAD.pack(state._MAGIC, len(data), len(payload), checksum) + data + payload
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"length": -5},
+        {"length": 3},  # fewer than there are
+        {"length": 41},
+        {"length": 10**30},
+        {"length": "40"},
+        {"tokens": 5},
+        {"tokens": ["x"]},
+        {"for": 5},
+        None,
+        [1],
+        b"{nope",
+        b"\xff",
+    ],
+)
+def test_states_with_a_header_that_lies(make_context, make_batch, change):
+    context = make_context()
+    sequence = context.memory.allocate()
+    context.decode(make_batch([5] * 40, sequence))
+    payload = state.unpack(context.save_sequence(sequence), context._fingerprint()).payload
+    header = {"for": context._fingerprint(), "length": 40, "tokens": []}
+    lie = header | change if isinstance(change, dict) else change
+    with pytest.raises((StateMismatchError, OutOfCellsError)):
+        context.restore_sequence(_envelope(lie, payload))
+    assert (context.memory.free_sequences, context.memory.used_cells) == (7, 40)
+    assert context.restore_sequence(_envelope(header, payload)) == 1
+
+
+def test_states_of_a_context_that_turns_positions_otherwise(make_context, make_batch):
+    context = make_context()
+    sequence = context.memory.allocate()
+    context.decode(make_batch([5] * 10, sequence))
+    saved = context.save_sequence(sequence)
+    with pytest.raises(StateMismatchError, match="rope"):
+        make_context(rope_freq_base=5000.0).restore_sequence(saved)
+    make_context(type_k="F16", type_v=1).restore_sequence(saved)  # the same types by other names

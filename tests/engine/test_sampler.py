@@ -1,13 +1,16 @@
 """The vectorised truncations against llama.cpp's chain, and what chains do."""
 
+import resource
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamaherd.config import SamplingConfig
+from llamaherd.engine.model import Model
 from llamaherd.engine.sampler import Sampler, _add_truncation, _inverse_cdf, _truncate
-from llamaherd.errors import GrammarError, LogitsError, TokenError
+from llamaherd.errors import ClosedError, GrammarError, LogitsError, RequestError, TokenError
 from llamaherd.native.sampler import Candidates, Chain
 
 
@@ -181,3 +184,74 @@ def test_logits_from_which_nothing_can_be_drawn(make_sampler, logits, value):
 def test_bias_of_a_token_that_is_none(make_sampler, tiny_model):
     with pytest.raises(TokenError):
         make_sampler(logit_bias={tiny_model.vocabulary.n_tokens: 1.0})
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("extra", [{}, {"typical_p": 0.5}, {"mirostat": 2}, {"top_n_sigma": 1.0}])
+def test_a_bias_that_forbids_everything(tiny_model, temperature, extra):
+    n = tiny_model.vocabulary.n_tokens
+    bias = dict.fromkeys(range(n), -np.inf)
+    config = SamplingConfig(temperature=temperature, logit_bias=bias, **extra)
+    sampler = Sampler(config, tiny_model.handle, n)
+    with pytest.raises(RequestError, match="logit_bias"):
+        sampler.sample(np.zeros(n, np.float32), 0.5)
+
+
+@pytest.mark.parametrize("values", [{"repeat_penalty": 1.2}, {"dry_multiplier": 1.0}])
+def test_a_huge_window_takes_no_more_memory_than_the_context(tiny_model, values):
+    window = {"penalty_last_n": 2**31 - 1, "dry_penalty_last_n": 2**31 - 1}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Sampler(SamplingConfig(**values, **window), tiny_model.handle, tiny_model.vocabulary.n_tokens).close()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+def test_what_a_grammar_forbids_cannot_be_accepted(tiny_model):
+    vocabulary = tiny_model.vocabulary
+    sampler = Sampler(SamplingConfig(grammar='root ::= "ab"'), tiny_model.handle, vocabulary.n_tokens)
+    a, b, z = vocabulary.encode("abz", add_special=False)
+    sampler.accept(a)
+    for token in (z, vocabulary.eos):
+        with pytest.raises(GrammarError):
+            sampler.accept(token)
+    sampler.accept(b)
+    for token in (-1, vocabulary.n_tokens, 10**30):
+        with pytest.raises(TokenError):
+            sampler.accept(token)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "root ::= " + "(" * 200_000 + '"a"' + ")" * 200_000,
+        "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(100_000)) + '\nr100000 ::= "a"',
+        'root ::= "a"{5,2}',
+        'root ::= "\ud800"',
+    ],
+    ids=["deep", "long", "backwards", "surrogate"],
+)
+def test_grammars_on_which_llama_cpp_crashes_or_hangs(tiny_model, grammar):
+    with pytest.raises(GrammarError):
+        Sampler(SamplingConfig(grammar=grammar), tiny_model.handle, tiny_model.vocabulary.n_tokens)
+
+
+def test_parentheses_in_texts_are_no_groups(tiny_model):
+    grammar = "root ::= " + " | ".join(['"(" [(] "\\"("'] * 300)
+    Sampler(SamplingConfig(grammar=grammar), tiny_model.handle, tiny_model.vocabulary.n_tokens).close()
+
+
+def test_logits_of_another_vocabulary(tiny_model):
+    sampler = Sampler(SamplingConfig(), tiny_model.handle, tiny_model.vocabulary.n_tokens)
+    for shape in ((5,), (2, tiny_model.vocabulary.n_tokens)):
+        with pytest.raises(RequestError):
+            sampler.sample(np.zeros(shape, np.float32), 0.5)
+
+
+def test_a_sampler_outlives_its_closed_model(tiny_model_path):
+    model = Model.load(tiny_model_path)
+    n = model.vocabulary.n_tokens
+    sampler = Sampler(SamplingConfig(grammar="root ::= .+"), model.handle, n)
+    model.close()
+    assert sampler.sample(np.arange(n, dtype=np.float32), 0.5) >= 0
+    sampler.close()
+    with pytest.raises(ClosedError):
+        sampler.sample(np.arange(n, dtype=np.float32), 0.5)

@@ -322,3 +322,40 @@ def test_out_of_cells_in_mid_decode(tiny_model_path):
 )
 def test_sampling_settings_out_of_range(tiny_model_path, values):
     run(f"expect(InvalidParameterError, lambda: SamplingConfig({values}))", tiny_model_path, prelude=PRELUDE)
+
+
+def test_parameters_on_which_llama_cpp_aborts(tiny_model_path):
+    run(
+        """
+        for key, value in (("block_count", 0), ("block_count", 10**6), ("expert_count", 5)):
+            expect(InvalidParameterError, lambda: Model.load(path, kv_overrides={f"llama.{key}": value}))
+        for key, value in (("x", 2**70), ("\\ud800", 1), ("x", "\\ud800"), ("a\\0b", 1)):
+            expect(InvalidParameterError, lambda: Model.load(path, kv_overrides={key: value}))
+        expect(InvalidParameterError, lambda: Model.load(path, tensor_split=[float("nan")]))
+        from llamaherd.engine.context import Context
+        with Model.load(path) as model:
+            for kind in ("q8_1", "q2_k", "i8", "f64"):
+                expect(InvalidParameterError, lambda: Context(model, n_ctx=256, type_k=kind))
+            for number in (10**400, 1e308, float("nan")):
+                expect(InvalidParameterError, lambda: Context(model, n_ctx=256, rope_freq_base=number))
+        """,
+        tiny_model_path,
+        prelude=PRELUDE,
+    )
+
+
+def test_resumed_tokens_that_the_grammar_forbids(tiny_model_path):
+    run(
+        """
+        other, = model.vocabulary.encode("z", add_special=False)
+        for tokens in ([other], [model.vocabulary.eos]):
+            sampling = SamplingConfig(grammar='root ::= "aaaa"')
+            expect(GrammarError, lambda: herd.submit(GenerationRequest("x", sampling=sampling, resume={0: tokens})))
+        healthy(herd, fine)
+        """,
+        tiny_model_path,
+    )
+
+
+def test_a_herd_that_runs_when_the_interpreter_exits(tiny_model_path):
+    run("[herd.submit(GenerationRequest(f'{i}', max_tokens=200, ignore_eos=True)) for i in range(4)]", tiny_model_path)

@@ -11,12 +11,14 @@ from llamaherd.config import SamplingConfig, SchedulerConfig
 from llamaherd.errors import (
     ClosedError,
     DeadlineError,
+    DecodeAbortedError,
     DecodeError,
     EmptyPromptError,
     GrammarError,
     InvalidParameterError,
     LogitsError,
     NativeError,
+    OutOfCellsError,
     OutOfSequencesError,
     PromptTooLongError,
     QueueFullError,
@@ -521,3 +523,103 @@ def test_cancelled_beams():
     scheduler.run_until_idle()
     assert isinstance(list(handle)[-1], Finished)
     assert engine.memory.used_cells == 0
+
+
+def test_resumed_tokens_that_have_ended_already_are_refused():
+    scheduler = make()
+    eos = scheduler.engine.vocabulary.eos
+    for values in ({"resume": {0: [97, eos]}}, {"resume": {0: [97, 98]}, "stop": ["ab"]}):
+        with pytest.raises(InvalidParameterError, match="resume"):
+            scheduler.submit(GenerationRequest("x", max_tokens=9, **values))
+
+
+def test_what_is_no_request_is_refused():
+    with pytest.raises(InvalidParameterError):
+        make().submit("tell me")
+
+
+def test_an_aborted_recurrent_state_is_computed_again():
+    def abort_once(batch):
+        if len(engine.batches) == 5:
+            engine.batches.append(batch)
+            raise DecodeAbortedError
+
+    engine = FakeEngine(can_trim=False)
+    engine._on_decode = abort_once
+    requests = [GenerationRequest(p, max_tokens=12, sampling=GREEDY) for p in ("one", "two", "three")]
+    finals = run(make(engine), *requests)
+    assert [f.completions[0].tokens for f in finals] == [greedy_tokens(r.prompt, 12) for r in requests]
+
+
+def test_a_failed_recurrent_batch_ends_its_requests_instead_of_failing_for_ever():
+    def fail_together(batch):
+        if len(batch) > 1 and batch.outputs.all():
+            raise DecodeError(-3, "it failed")
+
+    engine = FakeEngine(can_trim=False, on_decode=fail_together)
+    scheduler = make(engine)
+    handles = [scheduler.submit(GenerationRequest(p, max_tokens=12, sampling=GREEDY)) for p in "ab"]
+    scheduler.run_until_idle(1000)
+    assert all(h.done for h in handles)
+
+
+def test_beams_that_need_more_cells_than_there_are_fail_instead_of_starting_again_for_ever():
+    scheduler = make(FakeEngine(n_sequences=8, n_ctx=64))
+    handle = scheduler.submit(GenerationRequest("x" * 30, max_tokens=30, beams=8, ignore_eos=True))
+    scheduler.run_until_idle(1000)
+    with pytest.raises(OutOfCellsError):
+        handle.result(0)
+    assert run(scheduler, GenerationRequest("y", max_tokens=3))[0].completions[0].tokens
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "deadline"])
+def test_beams_that_are_stopped_give_what_they_have(reason):
+    scheduler = make(FakeEngine(n_ctx=2048))
+    deadline = 0.05 if reason == "deadline" else None
+    handle = scheduler.submit(
+        GenerationRequest("x", max_tokens=1000, beams=3, n=2, ignore_eos=True, deadline=deadline)
+    )
+    for _ in range(10):
+        scheduler.step()
+    if deadline is None:
+        handle.cancel()
+    else:
+        time.sleep(deadline)
+    scheduler.run_until_idle(10_000)
+    events = list(handle)
+    final = events[-1]
+    assert [c.finish_reason for c in final.completions] == [reason] * 2
+    assert all(len(c.tokens) >= 5 for c in final.completions)
+    assert final.usage.completion_tokens == sum(len(c.tokens) for c in final.completions)
+    for i, completion in enumerate(final.completions):
+        assert "".join(e.text for e in events[:-1] if e.index == i) == completion.text
+
+
+def test_the_tokens_of_finished_beams_are_counted():
+    final = alone(GenerationRequest("x", max_tokens=1, beams=1))
+    assert final.usage.completion_tokens == 1
+
+
+def test_beams_that_ignore_the_end_never_take_it():
+    def eager_to_end(tokens):
+        row = pseudo_random_logits(tokens)
+        row[257] = 20
+        return row
+
+    scheduler = make(FakeEngine(logits=eager_to_end))
+    final = run(scheduler, GenerationRequest("x", max_tokens=6, beams=4, n=4, ignore_eos=True))[0]
+    assert all(257 not in c.tokens and len(c.tokens) == 6 for c in final.completions)
+
+
+def test_an_engine_closed_under_its_scheduler_leaves_nobody_waiting():
+    engine = FakeEngine()
+    scheduler = make(engine)
+    handles = [scheduler.submit(GenerationRequest(p, max_tokens=50)) for p in "abc"]
+    for _ in range(5):
+        scheduler.step()
+    engine.close()
+    engine.memory.release = lambda sequence: (_ for _ in ()).throw(ClosedError("engine"))
+    scheduler.run_until_idle(100)
+    for handle in handles:
+        with pytest.raises(ClosedError):
+            handle.result(0)

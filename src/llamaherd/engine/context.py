@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import SamplingConfig
+from ..config import SamplingConfig, _integers
 from ..errors import (
     ClosedError,
     ContextError,
@@ -30,6 +30,7 @@ from ..errors import (
 from ..native import context as native
 from ..native.handles import Handle
 from ..native.library import forget_log, recent_log
+from ..native.params import cache_type
 from . import state
 from .cpus import available_cpus, available_memory
 from .guidance import GuidedSampler
@@ -102,7 +103,9 @@ class Context:
             n_sequences=self._facts["n_seq_max"],
             n_cells=self.n_ctx * (1 if shared else self._facts["n_seq_max"]),
             unified=shared,
-            can_trim=not recurrent,
+            # a window that drops what lies before it cannot go back there
+            can_trim=not recurrent and (not model.n_swa or bool(settings.get("swa_full", True))),
+            settle=self._settle,
         )
         self._lora_scales: tuple[float, ...] = ()
         if model.adapters:
@@ -141,6 +144,11 @@ class Context:
         """Threads of a decode."""
         return self._facts["n_threads"]
 
+    @property
+    def generates(self) -> bool:
+        """Whether decode() and run() can be used: not with encoders, nor with encoder-decoder models."""
+        return native.has_memory(self._handle) and not self.model.has_encoder
+
     # ------------------------------------------------------------------------------- decode
 
     def decode(self, batch: Batch) -> FloatArray:
@@ -178,10 +186,26 @@ class Context:
                 and before any other thread's decode, and are the array that is returned.
 
         Raises:
-            UnsupportedError: a layer's output is not to be had.
+            UnsupportedError: a layer's output is not to be had; the model is an encoder.
         """
         with self._lock:
             self._check_open()
+            if not self.generates:
+                raise UnsupportedError(
+                    f"{self.model.architecture} models do not decode token by token; embed() takes encoders, "
+                    "and of encoder-decoder models nothing is supported"
+                )
+            return self._run(batch, logits, hidden, layers, into)
+
+    def _run(
+        self,
+        batch: Batch,
+        logits: bool,
+        hidden: bool,
+        layers: Sequence[int] = (),
+        into: tuple[FloatArray, NDArray[np.intp]] | None = None,
+    ) -> Outputs:
+        with self._lock:
             appended = self._check_batch(batch)
             layers = self._check_layers(layers)
             before = {s: self.memory.length(s) for s in appended}
@@ -227,12 +251,19 @@ class Context:
         self._want_hidden(hidden)
         if self._tap is not None:
             self._tap.record(layers)
+        outputs = np.ones(len(part), np.bool_) if everything else wanted
+        limit = self.params.get("n_outputs_max", 0) or self.n_batch
+        if outputs.sum() > limit:
+            raise RequestError(
+                f"{outputs.sum()} outputs of one forward pass are wanted, n_outputs_max is {limit}; "
+                "make the context with a larger one"
+            )
         native_batch = self._batch.fill(
             None if batch.tokens is None else batch.tokens[part],
             None if batch.embeddings is None else batch.embeddings[part],
             batch.positions[part],
             batch.sequences[part],
-            np.ones(len(part), np.bool_) if everything else wanted,
+            outputs,
         )
         self._decode(native_batch, len(part))
         rows = len(part) if everything or self._hidden_on else int(wanted.sum())
@@ -260,6 +291,10 @@ class Context:
                 )
             part_layers[layer] = np.concatenate(arrays).reshape(len(part), self.model.n_embd)[picked]
         return part[wanted], part_logits, part_hidden, part_layers
+
+    def _settle(self, sequence: int, position: int) -> None:
+        self._abort.clear()
+        native.memory_settle(self._handle, sequence, position)
 
     def _want_hidden(self, on: bool) -> None:
         if on != self._hidden_on and not self.params.get("embeddings", False):
@@ -335,9 +370,15 @@ class Context:
         """
         with self._lock:
             self._check_open()
+            if self.model.has_encoder and self.model.has_decoder:
+                raise UnsupportedError("encoder-decoder models give no embeddings here; take an encoder")
+            texts = [_integers("texts", tokens) for tokens in texts]
             for tokens in texts:
                 if not tokens:
                     raise RequestError("an empty text has no embedding; give at least one token")
+                for i, token in enumerate(tokens):
+                    if not 0 <= token < self.vocabulary.n_tokens:
+                        raise TokenError(token, self.vocabulary.n_tokens, i)
                 if len(tokens) > min(self.n_ubatch, self.n_batch):
                     raise PromptTooLongError(len(tokens), min(self.n_ubatch, self.n_batch) + 1)
             width = self.model.n_embd_out if self._pools else self.model.n_embd
@@ -376,7 +417,7 @@ class Context:
                 outputs=np.ones(sum(len(t) for t in group), np.bool_),
             )
             if not self._pools:
-                hidden = self.run(batch, logits=False, hidden=True).hidden
+                hidden = self._run(batch, logits=False, hidden=True).hidden
                 assert hidden is not None
                 for i, sequence in enumerate(ids):
                     rows[i] = hidden[batch.sequences == sequence].mean(axis=0)
@@ -473,6 +514,7 @@ class Context:
         with self._lock:
             self._check_open()
             length = self.memory.length(sequence)
+            self.memory.settle(sequence)
             return state.pack(native.state_get(self._handle, sequence), self._fingerprint(), length, tokens)
 
     def restore_sequence(self, data: bytes) -> int:
@@ -488,10 +530,18 @@ class Context:
             if saved.length > self.memory.free_cells:
                 raise OutOfCellsError(saved.length, self.memory.used_cells, self.memory.n_cells)
             sequence = self.memory.allocate()
-            if not native.state_set(self._handle, sequence, saved.payload):
+            try:
+                self.memory.settle(sequence)
+                forget_log()
+                if not native.state_set(self._handle, sequence, saved.payload):
+                    raise state.refused(recent_log())
+                _, last = native.memory_positions(self._handle, sequence)
+                if last != saved.length - 1:
+                    raise state.refused(f"{saved.length} tokens were saved, it holds {last + 1}")
+                self.memory.appended(sequence, saved.length)
+            except BaseException:
                 self.memory.release(sequence)
-                raise state.refused(recent_log())
-            self.memory.appended(sequence, saved.length)
+                raise
             return sequence
 
     def save_sequence_file(
@@ -512,8 +562,10 @@ class Context:
             "n_params": model.n_params,
             "size": model.size,
             "n_vocab": self.vocabulary.n_tokens,
-            "type_k": str(self.params.get("type_k", "f16")),
-            "type_v": str(self.params.get("type_v", "f16")),
+            "type_k": cache_type(self.params.get("type_k", "f16"), "type_k"),
+            "type_v": cache_type(self.params.get("type_v", "f16"), "type_v"),
+            "swa_full": bool(self.params.get("swa_full", True)),
+            "rope": {k: v for k, v in self.params.items() if k.startswith(("rope_", "yarn_"))},
             "flash_attn_type": str(self.params.get("flash_attn_type", "auto")),
             "loras": [
                 (lora.path, scale)
@@ -571,9 +623,11 @@ def _defaults(model: Model) -> dict[str, Any]:
 
 def _check_params(model: Model, settings: dict[str, Any]) -> None:
     """Refuse what llama.cpp would abort on, or would swallow the machine's memory for."""
+    if not model.n_layer:
+        raise UnsupportedError("this model was loaded with vocab_only and cannot compute; load it without")
     limit = native.max_sequences()
     n_seq = settings.get("n_seq_max", 1)
-    if not isinstance(n_seq, int) or not 1 <= n_seq <= limit:
+    if isinstance(n_seq, bool) or not isinstance(n_seq, int) or not 1 <= n_seq <= limit:
         raise InvalidParameterError("n_seq_max", n_seq, f"an integer in [1, {limit}]")
     for name in ("n_ctx", "n_batch", "n_ubatch"):
         value = settings.get(name, 512)
@@ -582,11 +636,20 @@ def _check_params(model: Model, settings: dict[str, Any]) -> None:
                 settings["n_ctx"] = model.n_ctx_train
                 continue
             raise InvalidParameterError(name, value, "an integer in [1, 2**31)")
+    outputs_max = settings.get("n_outputs_max", 0)
+    if isinstance(outputs_max, bool) or not isinstance(outputs_max, int) or not 0 <= outputs_max < 2**31:
+        raise InvalidParameterError("n_outputs_max", outputs_max, "an integer in [0, 2**31)")
     for name in ("n_threads", "n_threads_batch"):
         value = settings[name]
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 512:
             raise InvalidParameterError(name, value, "an integer in [1, 512]")
-    outputs = settings.get("n_outputs_max", 0) or settings.get("n_batch", 2048)
+    if model.n_swa and not settings.get("swa_full", True) and settings["kv_unified"] and n_seq > 1:
+        raise InvalidParameterError(
+            "swa_full",
+            False,
+            "true, or kv_unified=False: llama.cpp never frees window cells that forks share",
+        )
+    outputs = outputs_max or settings.get("n_batch", 2048)
     if min(outputs, max(settings["n_ctx"], 256)) < n_seq:
         raise InvalidParameterError(
             "n_seq_max", n_seq, f"at most n_batch and n_outputs_max ({outputs}), which llama.cpp requires"

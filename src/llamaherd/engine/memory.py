@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import OutOfCellsError, OutOfSequencesError, PositionError, SequenceError, UnsupportedError
@@ -29,6 +30,7 @@ class Memory:
         n_cells: int,
         unified: bool,
         can_trim: bool,
+        settle: Callable[[int, int], None],
     ) -> None:
         self._context = context
         self._lock = lock
@@ -39,6 +41,8 @@ class Memory:
         self._free = list(range(n_sequences))
         self._ledger = CellLedger(n_cells, unified=unified)
         self._live: set[int] = set()
+        self._settle = settle
+        self._unsettled = False  # llama.cpp copies between streams and shifts when it next decodes
 
     @property
     def free_cells(self) -> int:
@@ -67,6 +71,8 @@ class Memory:
 
     def check(self, sequence: int) -> None:
         """Refuse an id that is not in use. Raises SequenceError."""
+        if type(sequence) is not int:
+            raise SequenceError(sequence, "ids are ints, as allocate() gives them")
         if sequence not in self._live:
             if not 0 <= sequence < self.n_sequences:
                 raise SequenceError(sequence, f"ids are in [0, {self.n_sequences}) (n_seq_max)")
@@ -127,6 +133,7 @@ class Memory:
             elif n:
                 # across streams, and of recurrent states, only whole sequences can be copied
                 native.memory_copy(self._context, sequence, target, -1, -1)
+                self._unsettled = True
                 if n < have:
                     native.memory_remove(self._context, target, n, -1)
             return target
@@ -146,12 +153,13 @@ class Memory:
                 self._ledger.trim(sequence, length)
 
     def _check_length(self, sequence: int, length: int, have: int) -> None:
-        if not 0 <= length <= have:
+        if type(length) is not int or not 0 <= length <= have:
             raise PositionError(length, f"the sequence holds {have} tokens", sequence)
         if not self.can_trim and 0 < length < have:
             raise PositionError(
                 length,
-                "this model's state is recurrent and cannot be cut; fork it before going on, or start again",
+                "this model's state (recurrent, or a sliding window without swa_full) cannot be cut; fork it "
+                "before going on, or start again",
                 sequence,
             )
 
@@ -168,8 +176,8 @@ class Memory:
         """
         with self._lock:
             have = self.length(sequence)
-            if keep < 0 or discard < 0 or keep + discard > have:
-                raise PositionError(keep + discard, f"the sequence holds {have} tokens", sequence)
+            for start, stretch in ((0, keep), (keep, discard)):
+                self._check_stretch(sequence, start, stretch, have)
             if not self.can_shift:
                 raise UnsupportedError("this model's KV cache cannot be shifted; start again")
             if not discard:
@@ -178,12 +186,19 @@ class Memory:
             native.memory_remove(self._context, sequence, keep, keep + discard)
             native.memory_add(self._context, sequence, keep + discard, -1, -discard)
             self._ledger.cut(sequence, keep, keep + discard)
+            self._unsettled = True
+
+    @staticmethod
+    def _check_stretch(sequence: int, start: int, length: int, have: int) -> None:
+        if type(length) is not int or not 0 <= length <= have - start:
+            raise PositionError(length, f"the sequence holds {have} tokens, {start} to be kept", sequence)
 
     def _unshare(self, sequence: int, have: int) -> None:
         if not self._ledger.shared(sequence):
             return
         if have > self._ledger.free:
             raise OutOfCellsError(have, self.used_cells, self.n_cells)
+        self.settle(sequence)
         state = native.state_get(self._context, sequence)
         native.memory_remove(self._context, sequence, -1, -1)
         if not native.state_set(self._context, sequence, state):
@@ -198,13 +213,32 @@ class Memory:
 
     # for the context, which holds the lock
 
+    def settle(self, sequence: int) -> None:
+        """Before a state is read or written: have llama.cpp do what it has put off."""
+        if not self._unsettled:
+            return
+        # an empty sequence takes back what the decode leaves behind; a recurrent state could not
+        scratch = self.allocate() if self._free else None
+        if scratch is not None:
+            self._settle(scratch, 0)
+            self.release(scratch)
+        elif self.can_trim:
+            self._settle(sequence, self._ledger.length(sequence))
+        else:
+            raise OutOfSequencesError(1, 0, self.n_sequences)
+        self._unsettled = False
+
     def appended(self, sequence: int, n: int) -> None:
         """Note n tokens that a decode has put at the sequence's end."""
         self._ledger.append(sequence, n)
+        self._unsettled = False
 
     def roll_back(self, sequence: int, length: int) -> None:
         """Take out of llama.cpp what a failed decode left behind ``length``."""
-        if not native.memory_remove(self._context, sequence, length, -1):
-            # a recurrent state that moved on cannot go back: empty it, so that nothing wrong is continued
+        _, last = native.memory_positions(self._context, sequence)
+        if last < length:
+            return
+        if not (self.can_trim and native.memory_remove(self._context, sequence, length, -1)):
+            # a state that moved on cannot go back: empty it, so that nothing wrong is continued
             native.memory_remove(self._context, sequence, -1, -1)
             self._ledger.trim(sequence, 0)

@@ -20,6 +20,7 @@ from ..errors import (
     InvalidParameterError,
     ModelLoadError,
     ModelNotFoundError,
+    UnsupportedFileError,
 )
 from ..files import Assumptions, contents_of, convert, find_duplicate_token
 from ..files import open as open_file
@@ -185,6 +186,11 @@ class Model:
         return int(self._facts["n_layer"])
 
     @property
+    def n_swa(self) -> int:
+        """Tokens that layers with a sliding window see; 0 without such layers."""
+        return int(self._facts["n_swa"])
+
+    @property
     def n_head(self) -> int:
         """Query heads of a layer."""
         return int(self._facts["n_head"])
@@ -325,6 +331,7 @@ def _load(
         file = stack.enter_context(open_file(path, architecture=architecture))
         if file.container == "gguf":
             _check_vocabulary(path, file.metadata)
+            _check_sizes(path, file.metadata, params.get("kv_overrides"))
             if load_mode == "fast-open":
                 params = {"use_extra_bufts": False, **params}
             return native.load_model(path, params, progress)
@@ -336,6 +343,24 @@ def _load(
             stack.pop_all()  # the weights are in the mapping, which lives as long as the model
             return handle
         return legacy.load_repacked(contents, params, progress)
+
+
+def _check_sizes(path: str, metadata: Mapping[str, Value], overrides: Any) -> None:
+    """Refuse numbers of layers and experts on which libllama would abort the process."""
+    changed = overrides if isinstance(overrides, Mapping) else {}
+    found = {**metadata, **changed}
+    prefix = found.get("general.architecture")
+    experts = found.get(f"{prefix}.expert_count")
+    limits = [("block_count", 1, 512)]  # LLAMA_MAX_LAYERS
+    if isinstance(experts, int) and experts:
+        limits += [("expert_count", 1, 512), ("expert_used_count", 1, experts)]  # LLAMA_MAX_EXPERTS
+    for name, low, high in limits:
+        key = f"{prefix}.{name}"
+        value = found.get(key, 0 if name == "expert_used_count" else None)
+        if isinstance(value, int) and not low <= value <= high:
+            if key in changed or f"{prefix}.expert_count" in changed:
+                raise InvalidParameterError(f"kv_overrides[{key!r}]", value, f"in [{low}, {high}]")
+            raise UnsupportedFileError(path, f"{key} is {value}; llama.cpp takes [{low}, {high}]")
 
 
 def _sizes(path: str) -> dict[str, int]:

@@ -149,7 +149,8 @@ class Engine(Protocol):
         """Compute a batch; logits float32 [n wanted, n_vocab] in batch order.
 
         The array may be the engine's own memory: it is valid until the next decode. On any error the
-        sequences are as they were before the call.
+        sequences are as they were before the call, but where ``can_trim`` is false a NativeError may leave
+        them empty.
 
         Raises:
             TokenError, PositionError, SequenceError, OutOfCellsError: the batch is not valid; nothing ran.

@@ -11,13 +11,14 @@ the time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..config import SamplingConfig
-from ..errors import GrammarError, InvalidParameterError, TokenError
+from ..errors import GrammarError, RequestError, TokenError
 from ..logits import check_finite, exponentials, top_k
 from ..native.handles import Handle
 from ..native.sampler import Candidates, Chain
@@ -26,6 +27,11 @@ from .protocol import FloatArray
 __all__ = ["Sampler"]
 
 _BLOCK = 256
+_DEEPEST = 256  # groups within groups in a grammar
+_MOST_RULES = 8192
+# texts and character classes, in which parentheses group nothing, then parentheses
+_REPEATS = re.compile(r"\{\s*([0-9]{0,9})\s*,\s*([0-9]{1,9})\s*\}")
+_GROUPING = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[()]')
 
 
 class Sampler:
@@ -64,8 +70,10 @@ class Sampler:
         if not self._vectorised:
             _add_truncation(self._truncation, config, n_vocab)
         self._candidates: Candidates | None = None
+        self._sampled: int | None = None
         if self._history.size:
             for token in prompt:
+                self._check_token(token)
                 self._history.accept(token)
 
     def sample(self, logits: FloatArray, draw: float) -> int:
@@ -74,18 +82,29 @@ class Sampler:
         Raises:
             LogitsError: NaN, +inf or no finite value.
             GrammarError: the grammar allows no token here.
+            RequestError: ``logit_bias`` forbids all that is allowed; the logits are not of this vocabulary.
         """
+        if logits.shape != (self._n_vocab,):
+            raise RequestError(f"logits have the shape ({self._n_vocab},), not {logits.shape}")
         check_finite(logits)
-        if self._grammar is None:
-            return self._draw(logits, draw, None)
         # as llama.cpp's own tools do: draw first, and only ask the grammar about every token if it objects
         token = self._draw(logits, draw, None)
-        if self._allowed(token):
-            return token
-        return self._draw(logits, draw, self._grammar)
+        if self._grammar is not None and not self._allowed(token):
+            token = self._draw(logits, draw, self._grammar)
+        self._sampled = token
+        return token
 
     def accept(self, token: int) -> None:
-        """Note a token of the text: penalties, DRY, mirostat and the grammar follow it."""
+        """Note a token of the text: penalties, DRY, mirostat and the grammar follow it.
+
+        Raises:
+            TokenError: the id is out of range.
+            GrammarError: the grammar does not allow the token (on which llama.cpp would abort).
+        """
+        self._check_token(token)
+        if self._grammar is not None and token != self._sampled and not self._allowed(token):
+            raise GrammarError(self.config.grammar or "", f"it does not allow token {token} here")
+        self._sampled = None
         if self._history.size:
             self._history.accept(token)
         if self._truncation.size:
@@ -98,6 +117,10 @@ class Sampler:
         for chain in (self._grammar, self._history, self._truncation):
             if chain is not None:
                 chain.close()
+
+    def _check_token(self, token: int) -> None:
+        if not 0 <= token < self._n_vocab:
+            raise TokenError(token, self._n_vocab)
 
     def _load(self) -> Candidates:
         if self._candidates is None:
@@ -122,6 +145,8 @@ class Sampler:
                 raise GrammarError(self.config.grammar or "", "it allows no token here")
         if self._history.size:
             candidates.apply(self._history)
+            if candidates.left["logit"].max() == -np.inf:
+                raise RequestError("no token is left to sample: logit_bias forbids all that is allowed here")
         if self._vectorised:
             return _draw_vectorised(self.config, candidates.left["logit"], draw)
         candidates.apply(self._truncation)
@@ -150,6 +175,7 @@ def _grammar(config: SamplingConfig, model: Handle) -> Chain | None:
         return None
     if "\0" in config.grammar or "\0" in config.grammar_root:
         raise GrammarError(config.grammar, "it holds a NUL character")
+    _check_size(config.grammar)
     chain = Chain()
     if not config.grammar.strip() or not chain.grammar(model, config.grammar, config.grammar_root):
         chain.close()
@@ -159,29 +185,50 @@ def _grammar(config: SamplingConfig, model: Handle) -> Chain | None:
     return chain
 
 
+def _check_size(grammar: str) -> None:
+    """llama.cpp parses groups and follows rules by recursion: refuse what overflows the stack."""
+    try:
+        grammar.encode()
+    except UnicodeEncodeError:
+        raise GrammarError(grammar, "it holds a lone surrogate") from None
+    depth = deepest = 0
+    for match in _GROUPING.finditer(grammar):
+        depth += (match[0] == "(") - (match[0] == ")")
+        deepest = max(deepest, depth)
+    if deepest > _DEEPEST:
+        raise GrammarError(grammar, f"its groups are nested {deepest} deep; at most {_DEEPEST} are allowed")
+    for low, high in _REPEATS.findall(grammar):
+        if high and int(low or 0) > int(high):
+            raise GrammarError(grammar, f"it repeats {{{low},{high}}}: at least more than at most")
+    rules = grammar.count("::=")
+    if rules > _MOST_RULES:
+        raise GrammarError(grammar, f"it has {rules} rules; at most {_MOST_RULES} are allowed")
+
+
 def _add_history(chain: Chain, config: SamplingConfig, model: Handle, n_vocab: int, n_ctx: int) -> None:
     """The samplers that change logits by the text so far, or by wish."""
     if config.logit_bias:
         chain.logit_bias(n_vocab, config.logit_bias)
     repeats = config.repeat_penalty != 1 or config.frequency_penalty or config.presence_penalty
     if repeats and config.penalty_last_n:
-        last_n = config.penalty_last_n if config.penalty_last_n > 0 else n_ctx
+        last_n = _window(config.penalty_last_n, n_ctx)
         chain.penalties(
             n_vocab, last_n, config.repeat_penalty, config.frequency_penalty, config.presence_penalty
         )
     if config.dry_multiplier:
-        if any("\0" in b or not b for b in config.dry_sequence_breakers):
-            raise InvalidParameterError(
-                "dry_sequence_breakers", config.dry_sequence_breakers, "texts that are not empty, without NUL"
-            )
         chain.dry(
             model,
             config.dry_multiplier,
             config.dry_base,
             config.dry_allowed_length,
-            config.dry_penalty_last_n if config.dry_penalty_last_n >= 0 else n_ctx,
+            _window(config.dry_penalty_last_n, n_ctx),
             config.dry_sequence_breakers,
         )
+
+
+def _window(last_n: int, n_ctx: int) -> int:
+    """llama.cpp allocates the window: no longer a one than there can be tokens."""
+    return n_ctx if last_n < 0 else min(last_n, n_ctx)
 
 
 def _add_truncation(chain: Chain, config: SamplingConfig, n_vocab: int) -> None:

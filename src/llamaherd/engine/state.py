@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ..config import _integers
 from ..errors import StateMismatchError
 from ..files.atomic import replacing
 
@@ -32,7 +33,9 @@ class SavedSequence:
 
 def pack(payload: bytes, fingerprint: Mapping[str, Any], length: int, tokens: Sequence[int]) -> bytes:
     """The envelope around a payload; ``fingerprint`` must be equal when it is unpacked."""
-    header = json.dumps({"for": fingerprint, "length": length, "tokens": [int(t) for t in tokens]}).encode()
+    header = json.dumps(
+        {"for": fingerprint, "length": length, "tokens": _integers("tokens", tokens)}
+    ).encode()
     checksum = zlib.crc32(payload, zlib.crc32(header))
     return _HEAD.pack(_MAGIC, len(header), len(payload), checksum) + header + payload
 
@@ -40,22 +43,34 @@ def pack(payload: bytes, fingerprint: Mapping[str, Any], length: int, tokens: Se
 def unpack(data: bytes, fingerprint: Mapping[str, Any], path: str = _MEMORY) -> SavedSequence:
     """Check an envelope and open it. Raises StateMismatchError."""
     header, payload = _open(data, path)
-    saved, wanted = header["for"], json.loads(json.dumps(fingerprint))
+    saved, wanted = header.get("for"), json.loads(json.dumps(fingerprint))
+    if not isinstance(saved, dict):
+        raise StateMismatchError(path, "its header does not say what it was saved from")
     for key, value in wanted.items():
         if saved.get(key) != value:
             raise StateMismatchError(
                 path, f"it was saved with {key} = {saved.get(key)!r}, this context has {value!r}"
             )
-    return SavedSequence(payload, int(header["length"]), tuple(header["tokens"]))
+    length = header.get("length")
+    if type(length) is not int or length < 0:
+        raise StateMismatchError(path, f"its header says that it holds {length!r:.40} tokens")
+    return SavedSequence(payload, length, _tokens(header, path))
 
 
 def saved_tokens(data: bytes) -> tuple[int, ...]:
     """The tokens that were saved beside a state. Raises StateMismatchError."""
-    return tuple(_open(data, _MEMORY)[0]["tokens"])
+    return _tokens(_open(data, _MEMORY)[0], _MEMORY)
+
+
+def _tokens(header: Mapping[str, Any], path: str) -> tuple[int, ...]:
+    tokens = header.get("tokens")
+    if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+        raise StateMismatchError(path, "its header's tokens are no token ids")
+    return tuple(tokens)
 
 
 def _open(data: bytes, path: str) -> tuple[dict[str, Any], bytes]:
-    if len(data) < _HEAD.size or data[:8] != _MAGIC:
+    if not isinstance(data, (bytes, bytearray)) or len(data) < _HEAD.size or data[:8] != _MAGIC:
         raise StateMismatchError(path, "it is no saved sequence of this version")
     _, header_size, payload_size, checksum = _HEAD.unpack_from(data)
     if len(data) != _HEAD.size + header_size + payload_size:
@@ -66,7 +81,13 @@ def _open(data: bytes, path: str) -> tuple[dict[str, Any], bytes]:
     payload = data[_HEAD.size + header_size :]
     if zlib.crc32(payload, zlib.crc32(header)) != checksum:
         raise StateMismatchError(path, "its checksum is wrong; it is damaged")
-    return json.loads(header), payload
+    try:
+        fields = json.loads(header)
+    except ValueError as error:
+        raise StateMismatchError(path, f"its header is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise StateMismatchError(path, "its header is no JSON object")
+    return fields, payload
 
 
 def refused(log: str) -> StateMismatchError:
@@ -84,5 +105,5 @@ def read(path: str | PathLike[str]) -> bytes:
     """The bytes of a saved file. Raises StateMismatchError if it cannot be read."""
     try:
         return Path(path).read_bytes()
-    except OSError as error:
-        raise StateMismatchError(path, f"it cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise StateMismatchError(path, f"it cannot be read: {error}") from error

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from ..errors import RequestError, TokenError
+import numpy as np
+
+from ..config import _integers
+from ..errors import InvalidParameterError, RequestError, TokenError, _shown
 from ..native import model as native
 from ..native.handles import Handle
 from ..types import Prompt, PromptPart
@@ -100,6 +103,8 @@ class Vocabulary:
         """
         if isinstance(prompt, str):
             tokens = self.encode(prompt)
+        elif isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, (Sequence, np.ndarray)):
+            raise _no_prompt(prompt)
         elif all(isinstance(part, PromptPart) for part in prompt):
             tokens = []
             for i, part in enumerate(cast(Sequence[PromptPart], prompt)):
@@ -112,12 +117,12 @@ class Vocabulary:
 
     def _ids_as_given(self, prompt: Sequence[int]) -> list[int]:
         try:
-            tokens = [int(t) for t in prompt]
-        except (TypeError, ValueError) as error:
-            raise RequestError(f"a prompt is text, token ids or PromptParts, not {prompt!r:.80}") from error
+            tokens = _integers("prompt", prompt)
+        except InvalidParameterError:
+            raise _no_prompt(prompt) from None
         for i, token in enumerate(tokens):
             self._check(token, i)
-        return tokens
+        return list(tokens)
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of one token in running text; control tokens have none unless ``special``.
@@ -140,6 +145,12 @@ class Vocabulary:
         It is the concatenation of the pieces, so it equals what streaming the same tokens gives.
         """
         return b"".join(self.piece(t, special=special) for t in tokens).decode("utf-8", "replace")
+
+
+def _no_prompt(prompt: object) -> RequestError:
+    return RequestError(
+        f"a prompt is text, token ids or PromptParts, not {type(prompt).__name__} {prompt!r:.80}"
+    )
 
 
 def _utf8(text: str) -> bytes:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .handles import Handle
+from ..errors import UnsupportedError
+from .handles import Handle, Pointer
 from .library import GGML, L, strlen
 from .params import context_params
 
@@ -87,7 +88,7 @@ def new_context(
     if tap is not None:
         struct.cb_eval = tap.callback
     pointer = L.llama_init_from_model(model.pointer, struct)
-    return Handle(pointer, L.llama_free, "context", (model, abort, tap, *keep)) if pointer else None
+    return Handle(pointer, L.llama_free, "context", (model.pointer, abort, tap, *keep)) if pointer else None
 
 
 def context_facts(context: Handle) -> dict[str, int]:
@@ -167,18 +168,32 @@ def encode(context: Handle, batch: Any) -> int:
 
 def logits(context: Handle, rows: int, n_vocab: int) -> NDArray[np.float32]:
     """The logits of the last decode: a view of llama.cpp's buffer, valid until the next one."""
-    return np.ctypeslib.as_array(L.llama_get_logits(context.pointer), shape=(rows, n_vocab))
+    owner = context.pointer
+    return _view(owner, L.llama_get_logits(owner), rows, n_vocab)
 
 
 def tensor_rows(context: Handle, rows: int, n_embd: int) -> NDArray[np.float32]:
     """The output embeddings (last hidden states) of the last decode: a view, valid until the next one."""
-    return np.ctypeslib.as_array(L.llama_get_embeddings(context.pointer), shape=(rows, n_embd))
+    owner = context.pointer
+    return _view(owner, L.llama_get_embeddings(owner), rows, n_embd)
+
+
+def _view(owner: Pointer, address: Any, rows: int, width: int) -> NDArray[np.float32]:
+    """llama.cpp's rows as an array, which keeps the context from being freed as long as it lives."""
+    if not address:
+        raise UnsupportedError("llama.cpp gave no such output of this batch")
+    place = ctypes.cast(address, ctypes.c_void_p).value or 0
+    buffer: Any = (ctypes.c_float * (rows * width)).from_address(place)
+    buffer.owner = owner
+    view: NDArray[np.float32] = np.frombuffer(buffer, np.float32)
+    return view.reshape(rows, width)
 
 
 def pooled(context: Handle, sequence: int, n: int) -> NDArray[np.float32] | None:
     """A copy of one sequence's pooled embedding of the last decode."""
-    pointer = L.llama_get_embeddings_seq(context.pointer, sequence)
-    return np.ctypeslib.as_array(pointer, shape=(n,)).copy() if pointer else None
+    owner = context.pointer
+    address = L.llama_get_embeddings_seq(owner, sequence)
+    return _view(owner, address, 1, n)[0].copy() if address else None
 
 
 def set_embeddings(context: Handle, on: bool) -> None:
@@ -199,7 +214,8 @@ def set_threads(context: Handle, n_threads: int, n_threads_batch: int) -> None:
 def set_adapters(context: Handle, adapters: Sequence[tuple[Handle, float]]) -> int:
     """llama_set_adapters_lora: exactly these adapters with these scales; 0 if done."""
     n = len(adapters)
-    pointers = (ctypes.c_void_p * max(n, 1))(*[ctypes.cast(a.pointer, ctypes.c_void_p) for a, _ in adapters])
+    held = [a.pointer for a, _ in adapters]
+    pointers = (ctypes.c_void_p * max(n, 1))(*[p.address for p in held])
     scales = (ctypes.c_float * max(n, 1))(*[s for _, s in adapters])
     kinds = L.llama_set_adapters_lora.argtypes
     return int(
@@ -212,29 +228,52 @@ def set_adapters(context: Handle, adapters: Sequence[tuple[Handle, float]]) -> i
 # ---------------------------------------------------------------------------------------- memory
 
 
+def has_memory(context: Handle) -> bool:
+    """Whether there is a cache at all; contexts of encoders have none."""
+    return bool(L.llama_get_memory(context.pointer))
+
+
+def memory_settle(context: Handle, sequence: int, position: int) -> None:
+    """Have llama.cpp carry out copies and shifts that it has put off until its next decode.
+
+    There is no function for that; a token is decoded at a sequence's end and taken back. It need not fit:
+    llama.cpp settles before it looks for room.
+    """
+    zero, true = np.zeros(1, np.int32), np.ones(1, np.bool_)
+    buffer = BatchBuffer(1, 1)
+    batch = buffer.fill(zero, None, zero + np.int32(position), zero + np.int32(sequence), true)
+    L.llama_decode(context.pointer, batch)
+    memory_remove(context, sequence, position, -1)
+
+
 def memory_remove(context: Handle, sequence: int, start: int, end: int) -> bool:
     """llama_memory_seq_rm: drop positions [start, end) (-1: open); False if the cache cannot."""
-    return bool(L.llama_memory_seq_rm(L.llama_get_memory(context.pointer), sequence, start, end))
+    owner = context.pointer
+    return bool(L.llama_memory_seq_rm(L.llama_get_memory(owner), sequence, start, end))
 
 
 def memory_copy(context: Handle, source: int, target: int, start: int, end: int) -> None:
     """llama_memory_seq_cp: share (unified) or copy (split) positions [start, end)."""
-    L.llama_memory_seq_cp(L.llama_get_memory(context.pointer), source, target, start, end)
+    owner = context.pointer
+    L.llama_memory_seq_cp(L.llama_get_memory(owner), source, target, start, end)
 
 
 def memory_add(context: Handle, sequence: int, start: int, end: int, delta: int) -> None:
     """llama_memory_seq_add: move positions [start, end) by ``delta`` (K-shift)."""
-    L.llama_memory_seq_add(L.llama_get_memory(context.pointer), sequence, start, end, delta)
+    owner = context.pointer
+    L.llama_memory_seq_add(L.llama_get_memory(owner), sequence, start, end, delta)
 
 
 def memory_can_shift(context: Handle) -> bool:
     """llama_memory_can_shift."""
-    return bool(L.llama_memory_can_shift(L.llama_get_memory(context.pointer)))
+    owner = context.pointer
+    return bool(L.llama_memory_can_shift(L.llama_get_memory(owner)))
 
 
 def memory_positions(context: Handle, sequence: int) -> tuple[int, int]:
     """First and last position that a sequence holds; (-1, -1) if empty."""
-    memory = L.llama_get_memory(context.pointer)
+    owner = context.pointer
+    memory = L.llama_get_memory(owner)
     return (
         int(L.llama_memory_seq_pos_min(memory, sequence)),
         int(L.llama_memory_seq_pos_max(memory, sequence)),
@@ -243,7 +282,8 @@ def memory_positions(context: Handle, sequence: int) -> tuple[int, int]:
 
 def memory_clear(context: Handle) -> None:
     """llama_memory_clear: drop all sequences."""
-    L.llama_memory_clear(L.llama_get_memory(context.pointer), True)
+    owner = context.pointer
+    L.llama_memory_clear(L.llama_get_memory(owner), True)
 
 
 # ----------------------------------------------------------------------------------------- state

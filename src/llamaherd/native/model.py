@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ def load_model(path: str, params: Mapping[str, Any], progress: Progress | None =
         callback = L.llama_progress_callback(lambda share, _: bool(progress(float(share))))
         struct.progress_callback = callback
         keep.append(callback)
-    pointer = L.llama_model_load_from_file(path.encode(), struct)
+    pointer = L.llama_model_load_from_file(os.fsencode(path), struct)
     return Handle(pointer, L.llama_model_free, "model", tuple(keep)) if pointer else None
 
 
@@ -93,7 +94,8 @@ def model_metadata(model: Handle) -> dict[str, str]:
 
 def chat_template(model: Handle, name: str | None = None) -> str | None:
     """The model's chat template (Jinja), or the one of that name."""
-    text = L.llama_model_chat_template(model.pointer, name.encode() if name else None)
+    owner = model.pointer
+    text = L.llama_model_chat_template(owner, name.encode() if name else None)
     return text.decode("utf-8", "replace") if text else None
 
 
@@ -102,7 +104,8 @@ def chat_template(model: Handle, name: str | None = None) -> str | None:
 
 def vocabulary_facts(model: Handle) -> dict[str, Any]:
     """Special tokens and flags of a model's vocabulary; -1 where there is none."""
-    v = L.llama_model_get_vocab(model.pointer)
+    owner = model.pointer
+    v = L.llama_model_get_vocab(owner)
     names = ("bos", "eos", "eot", "sep", "nl", "pad", "mask", "fim_pre", "fim_suf", "fim_mid")
     facts: dict[str, Any] = {name: int(getattr(L, f"llama_vocab_{name}")(v)) for name in names}
     facts["n_tokens"] = int(L.llama_vocab_n_tokens(v))
@@ -115,7 +118,8 @@ def vocabulary_facts(model: Handle) -> dict[str, Any]:
 
 def tokenize(model: Handle, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
     """llama_tokenize."""
-    v = L.llama_model_get_vocab(model.pointer)
+    owner = model.pointer
+    v = L.llama_model_get_vocab(owner)
     size = len(text) + 8
     while True:
         buffer = (ctypes.c_int32 * size)()
@@ -129,7 +133,8 @@ def tokenize(model: Handle, text: bytes, *, add_special: bool, parse_special: bo
 
 def token_piece(model: Handle, token: int, *, special: bool) -> bytes:
     """llama_token_to_piece: the bytes of a token; ``special`` renders control tokens too."""
-    v = L.llama_model_get_vocab(model.pointer)
+    owner = model.pointer
+    v = L.llama_model_get_vocab(owner)
     size = 64
     while True:
         buffer = ctypes.create_string_buffer(size)
@@ -141,12 +146,14 @@ def token_piece(model: Handle, token: int, *, special: bool) -> bytes:
 
 def token_attributes(model: Handle, token: int) -> int:
     """llama_vocab_get_attr: LLAMA_TOKEN_ATTR_* flags."""
-    return int(L.llama_vocab_get_attr(L.llama_model_get_vocab(model.pointer), token))
+    owner = model.pointer
+    return int(L.llama_vocab_get_attr(L.llama_model_get_vocab(owner), token))
 
 
 def token_score(model: Handle, token: int) -> float:
     """llama_vocab_get_score."""
-    return float(L.llama_vocab_get_score(L.llama_model_get_vocab(model.pointer), token))
+    owner = model.pointer
+    return float(L.llama_vocab_get_score(L.llama_model_get_vocab(owner), token))
 
 
 # -------------------------------------------------------------------------------------- adapters
@@ -154,5 +161,5 @@ def token_score(model: Handle, token: int) -> float:
 
 def load_adapter(model: Handle, path: str) -> Handle | None:
     """llama_adapter_lora_init; None if llama.cpp refuses."""
-    pointer = L.llama_adapter_lora_init(model.pointer, path.encode())
-    return Handle(pointer, L.llama_adapter_lora_free, "adapter", (model,)) if pointer else None
+    pointer = L.llama_adapter_lora_init(model.pointer, os.fsencode(path))
+    return Handle(pointer, L.llama_adapter_lora_free, "adapter", (model.pointer,)) if pointer else None

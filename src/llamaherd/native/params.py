@@ -33,6 +33,12 @@ _ENUMS = {
 }
 
 
+_LARGEST = 3.4e38  # float
+_LONG = 2**63
+# llama.cpp's own list (kv_cache_types in common/arg.cpp); it crashes with others
+_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+
+
 def _names(struct: Any, own: set[str]) -> tuple[str, ...]:
     return tuple(name for name, *_ in struct._fields_ if name not in own)
 
@@ -55,8 +61,17 @@ def ggml_type(value: int | str, name: str = "type") -> int:
         if value.lower() in types:
             return types[value.lower()]
     elif value in types.values():
-        return value
+        return int(value)
     raise InvalidParameterError(name, value, f"one of {', '.join(sorted(types))}")
+
+
+def cache_type(value: int | str, name: str) -> int:
+    """The number of a ggml type that a KV cache can have. Raises InvalidParameterError."""
+    allowed = {ggml_type(known): known for known in _CACHE_TYPES}
+    number = ggml_type(value, name)
+    if number not in allowed:
+        raise InvalidParameterError(name, value, f"one of {', '.join(_CACHE_TYPES)}")
+    return number
 
 
 def _n_types() -> int:
@@ -83,8 +98,8 @@ def _set(struct: Any, name: str, value: Any) -> None:
         if not isinstance(value, bool):
             raise InvalidParameterError(name, value, "true or false")
     elif kind is ctypes.c_float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InvalidParameterError(name, value, "a number")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
+            raise InvalidParameterError(name, value, "a finite number of single precision")
     else:
         if isinstance(value, bool) or not isinstance(value, int):
             raise InvalidParameterError(name, value, "an integer")
@@ -109,7 +124,7 @@ def _fill(struct: Any, values: Mapping[str, Any], known: Sequence[str]) -> list[
             keep.append(overrides)
             struct.kv_overrides = ctypes.cast(overrides, ctypes.POINTER(L.llama_model_kv_override))
         elif name in ("type_k", "type_v"):
-            setattr(struct, name, ggml_type(value, name))
+            setattr(struct, name, cache_type(value, name))
         elif name in _ENUMS:
             setattr(struct, name, _enum(name, value))
         else:
@@ -121,8 +136,8 @@ def _tensor_split(value: Any) -> Any:
     limit = int(L.llama_max_devices())
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > limit:
         raise InvalidParameterError("tensor_split", value, f"a list of at most {limit} numbers, one a device")
-    if any(isinstance(v, bool) or not isinstance(v, (int, float)) or v < 0 for v in value):
-        raise InvalidParameterError("tensor_split", value, "numbers >= 0")
+    if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 <= v <= _LARGEST for v in value):
+        raise InvalidParameterError("tensor_split", value, "finite numbers >= 0")
     return (ctypes.c_float * limit)(*value)
 
 
@@ -132,21 +147,30 @@ def _kv_overrides(value: Any) -> Any:
         raise InvalidParameterError("kv_overrides", value, "a mapping of metadata keys to values")
     array = (L.llama_model_kv_override * (len(value) + 1))()
     for entry, (key, item) in zip(array, value.items(), strict=False):
-        name = str(key).encode()
-        if not name or len(name) > 127:
-            raise InvalidParameterError("kv_overrides", key, "keys of 1 to 127 bytes")
+        name = _short_text(key)
+        if not name:
+            raise InvalidParameterError("kv_overrides", key, "texts of 1 to 127 bytes without NUL as keys")
         entry.key = name
         if isinstance(item, bool):
             entry.tag, entry.value.val_bool = L.LLAMA_KV_OVERRIDE_TYPE_BOOL, item
-        elif isinstance(item, int):
+        elif isinstance(item, int) and -_LONG <= item < _LONG:
             entry.tag, entry.value.val_i64 = L.LLAMA_KV_OVERRIDE_TYPE_INT, item
         elif isinstance(item, float):
             entry.tag, entry.value.val_f64 = L.LLAMA_KV_OVERRIDE_TYPE_FLOAT, item
-        elif isinstance(item, str) and len(item.encode()) <= 127:
-            entry.tag, entry.value.val_str = L.LLAMA_KV_OVERRIDE_TYPE_STR, item.encode()
+        elif (text := _short_text(item)) is not None:
+            entry.tag, entry.value.val_str = L.LLAMA_KV_OVERRIDE_TYPE_STR, text
         else:
             raise InvalidParameterError(f"kv_overrides[{key!r}]", item, "an int, float, bool or short str")
     return array
+
+
+def _short_text(value: Any) -> bytes | None:
+    """UTF-8 of at most 127 bytes, which is what llama.cpp has room for."""
+    try:
+        data = value.encode() if isinstance(value, str) else b"\0"
+    except UnicodeEncodeError:  # a lone surrogate
+        return None
+    return data if len(data) <= 127 and b"\0" not in data else None
 
 
 def model_params(values: Mapping[str, Any]) -> tuple[Any, list[Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .handles import Handle
+from .handles import Handle, Pointer
 from .library import L
 
 __all__ = ["CANDIDATE", "Candidates", "Chain", "candidates"]
@@ -77,6 +77,12 @@ class Chain:
         params.no_perf = True
         self.handle = Handle(L.llama_sampler_chain_init(params), L.llama_sampler_free, "sampler")
         self.size = 0
+        self._held: list[Pointer] = []
+
+    def _hold(self, model: Handle) -> Pointer:
+        """The model's pointer, which samplers that know its vocabulary use as long as the chain lives."""
+        self._held.append(model.pointer)
+        return self._held[-1]
 
     def _add(self, sampler: int | None) -> bool:
         if not sampler:
@@ -92,7 +98,7 @@ class Chain:
 
     def grammar(self, model: Handle, text: str, root: str) -> bool:
         """llama_sampler_init_grammar; False if it does not parse."""
-        vocab = L.llama_model_get_vocab(model.pointer)
+        vocab = L.llama_model_get_vocab(self._hold(model))
         return self._add(L.llama_sampler_init_grammar(vocab, text.encode(), root.encode()))
 
     def penalties(self, n_vocab: int, last_n: int, repeat: float, frequency: float, presence: float) -> None:
@@ -109,7 +115,7 @@ class Chain:
         breakers: Sequence[str],
     ) -> None:
         """llama_sampler_init_dry."""
-        vocab = L.llama_model_get_vocab(model.pointer)
+        vocab = L.llama_model_get_vocab(self._hold(model))
         array = (ctypes.c_char_p * len(breakers))(*[b.encode() for b in breakers])
         self._add(
             L.llama_sampler_init_dry(vocab, multiplier, base, allowed_length, last_n, array, len(breakers))
@@ -157,3 +163,4 @@ class Chain:
     def close(self) -> None:
         """Free the chain and its samplers; idempotent."""
         self.handle.close()
+        self._held.clear()

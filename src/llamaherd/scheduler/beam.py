@@ -9,7 +9,9 @@ present length, can beat the worst hypothesis.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from ..engine.protocol import FloatArray
 from ..logits import log_normalizers, top_k
@@ -58,6 +60,7 @@ class BeamSearch:
         end_tokens: tokens that end a beam.
         stop: texts that end a beam.
         piece: the bytes of a token.
+        forbidden: tokens that no beam takes.
     """
 
     def __init__(
@@ -68,12 +71,15 @@ class BeamSearch:
         end_tokens: frozenset[int],
         stop: Sequence[str],
         piece: Callable[[int], bytes],
+        *,
+        forbidden: frozenset[int] = frozenset(),
     ) -> None:
         self.width = width
         self._max_tokens = max_tokens
         self._length_penalty = length_penalty
         self._end_tokens = end_tokens
         self._piece = piece
+        self._forbidden = list(forbidden)
         self.running: list[Beam] = [Beam((), (), 0.0, TextStream(stop), "")]
         self.hypotheses: list[Hypothesis] = []
         self.done = False
@@ -96,6 +102,14 @@ class BeamSearch:
         self.done = not self.running or not self._improvement_possible()
         return [] if self.done else [parent for parent, _ in going_on]
 
+    def stop(self, reason: FinishReason) -> None:
+        """End the search as far as it has come: the running beams become hypotheses."""
+        for beam in self.running:
+            if beam.tokens:
+                held = beam.stream.fork().push(b"", final=True)
+                self._finish(replace(beam, text=beam.text + held.text), reason, None)
+        self.running, self.done = [], True
+
     def best(self, n: int) -> list[Hypothesis]:
         """The n best hypotheses, best first."""
         return self.hypotheses[:n]
@@ -105,7 +119,12 @@ class BeamSearch:
         found = []
         for parent, (row, norm) in enumerate(zip(rows, log_normalizers(rows), strict=True)):
             beam = self.running[parent]
+            if self._forbidden:
+                row = row.copy()
+                row[self._forbidden] = -np.inf
             for token in top_k(row, keep):
+                if row[token] == -np.inf:
+                    break
                 logprob = float(row[token] - norm)
                 found.append(_Continuation(parent, int(token), logprob, beam.total + logprob))
         found.sort(key=lambda c: (-c.total, c.parent, c.token))

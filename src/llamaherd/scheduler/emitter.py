@@ -56,8 +56,12 @@ class Emitter:
             except LlamaherdError as error:
                 self.fail(group, error)
         for key, rows in beams.items():
-            if key in self._groups:
-                self._advance_beams(self._groups[key], [candidates[r] for r in rows], logits[rows])
+            open_group = self._groups.get(key)
+            if open_group is not None:
+                try:
+                    self._advance_beams(open_group, [candidates[r] for r in rows], logits[rows])
+                except LlamaherdError as error:
+                    self.fail(open_group, error)
 
     def _next_token(self, candidate: Candidate, logits: FloatArray, norm: float) -> None:
         group, request = candidate.group, candidate.group.request
@@ -117,10 +121,7 @@ class Emitter:
         self._note_first_token(group)
         parents = group.beam.advance(logits)
         if not parents:
-            completions = self._hypotheses(group)
-            for completion in completions:
-                self._push_all(group, completion)
-            self._close(group, Finished(completions, group.usage(), group.timings()))
+            self._end_beams(group)
             return
         for i, lane in enumerate(lanes):
             if i not in parents:
@@ -141,13 +142,16 @@ class Emitter:
             successors.append(successor)
         group.candidates = successors
 
-    def _hypotheses(self, group: Group) -> tuple[Completion, ...]:
-        """What a beam search has found so far, best first."""
+    def _end_beams(self, group: Group) -> None:
+        """End a beam search with what it has found, best first."""
         assert group.beam is not None
-        return tuple(
+        completions = tuple(
             Completion(rank, h.beam.text, h.beam.tokens, h.beam.logprobs, h.reason, h.stop)
             for rank, h in enumerate(group.beam.best(group.request.n))
         )
+        for completion in completions:
+            self._push_all(group, completion)
+        self._finish(group, completions)
 
     def _push_all(self, group: Group, completion: Completion) -> None:
         """A completion's tokens as events; all of its text comes with the last one."""
@@ -168,32 +172,38 @@ class Emitter:
         if candidate.sampler is not None:
             candidate.sampler.close()
         if all(c.finish_reason is not None for c in group.candidates):
-            self._close(group, Finished(_completions(group), group.usage(), group.timings()))
+            self._finish(group, _completions(group))
 
     def end_all(self, group: Group, reason: FinishReason) -> None:
         """End a request as far as it has come."""
         if group.beam is not None:
-            completions = self._hypotheses(group)
-        else:
-            for candidate in group.candidates:
-                if candidate.finish_reason is None:
-                    candidate.text += candidate.stream.push(b"", final=True).text
-                    candidate.finish_reason = reason
-            completions = _completions(group)
-        self._close(group, Finished(completions, group.usage(), group.timings()))
+            group.beam.stop(reason)
+            self._end_beams(group)
+            return
+        for candidate in group.candidates:
+            if candidate.finish_reason is None:
+                candidate.text += candidate.stream.push(b"", final=True).text
+                candidate.finish_reason = reason
+        self._finish(group, _completions(group))
+
+    def _finish(self, group: Group, completions: tuple[Completion, ...]) -> None:
+        produced = sum(len(c.tokens) for c in completions)
+        self._close(group, Finished(completions, group.usage(produced), group.timings()))
 
     def fail(self, group: Group, error: LlamaherdError) -> None:
         """End a request with an error."""
-        self._close(group, Failed(error, group.usage()))
+        self._close(group, Failed(error, group.usage(sum(len(c.tokens) for c in group.candidates))))
 
     def _close(self, group: Group, event: Finished | Failed) -> None:
         self._groups.pop(group.key, None)
-        for candidate in group.running:
-            self.vacate(candidate, keep=isinstance(event, Finished))
-        self._residency.settle(group.idle)
-        group.close_samplers()
-        group.prompt_logits = None
-        group.handle.push(event)
+        try:
+            for candidate in group.running:
+                self.vacate(candidate, keep=isinstance(event, Finished))
+            self._residency.settle(group.idle)
+            group.close_samplers()
+            group.prompt_logits = None
+        finally:  # whatever happens: somebody waits for this
+            group.handle.push(event)
 
     def vacate(self, candidate: Candidate, *, keep: bool = True) -> None:
         """Take a candidate's sequence; ``keep`` it idle for prompts that begin alike."""

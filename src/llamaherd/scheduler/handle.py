@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import threading
 from collections.abc import Callable, Iterator
 
@@ -10,6 +11,8 @@ from ..errors import ClosedError
 from ..types import Event, Failed, Finished
 
 __all__ = ["Handle"]
+
+_LOGGER = logging.getLogger("llamaherd.scheduler")
 
 
 class Handle:
@@ -25,7 +28,6 @@ class Handle:
         self._changed = threading.Condition()
         self._listener: Callable[[], None] | None = None
         self._terminal: Event | None = None
-        self._ended = False  # the terminal event was read
         self.cancelled = False
 
     # ------------------------------------------------------------------------- for the submitter
@@ -52,22 +54,13 @@ class Handle:
     def next_event(self, timeout: float | None = None) -> Event | None:
         """The next event; None after the terminal one, or when ``timeout`` seconds pass first."""
         with self._changed:
-            if self._ended:
-                return None
-            if not self._changed.wait_for(lambda: self._events, timeout):
-                return None
-            return self._pop()
+            self._changed.wait_for(lambda: self._events or self._terminal is not None, timeout)
+            return self._events.popleft() if self._events else None
 
     def poll(self) -> Event | None:
         """The next event if one is there."""
         with self._changed:
-            return self._pop() if self._events else None
-
-    def _pop(self) -> Event:
-        event = self._events.popleft()
-        if isinstance(event, (Finished, Failed)):
-            self._ended = True
-        return event
+            return self._events.popleft() if self._events else None
 
     def __iter__(self) -> Iterator[Event]:
         while True:
@@ -97,7 +90,10 @@ class Handle:
         return self._terminal is not None
 
     def listen(self, listener: Callable[[], None] | None) -> None:
-        """Have a function called, from the scheduler's thread, whenever an event was added."""
+        """Have a function called, from the scheduler's thread, whenever an event was added.
+
+        One that raises is not called again.
+        """
         with self._changed:
             self._listener = listener
 
@@ -114,4 +110,8 @@ class Handle:
             self._changed.notify_all()
             listener = self._listener
         if listener is not None:
-            listener()
+            try:
+                listener()
+            except Exception:  # the submitter's mistake, which must not end the others' requests
+                _LOGGER.exception("the listener of request %s failed", self.request_id)
+                self.listen(None)

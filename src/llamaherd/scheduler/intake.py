@@ -41,6 +41,8 @@ class Intake:
             EmptyPromptError, PromptTooLongError, TokenError, GrammarError, InvalidParameterError,
             OutOfSequencesError: the request cannot be served.
         """
+        if not isinstance(request, GenerationRequest):
+            raise InvalidParameterError("request", request, "a GenerationRequest")
         prompt = np.asarray(self._vocabulary.encode_prompt(request.prompt), np.int32)
         if not len(prompt):
             raise EmptyPromptError
@@ -98,7 +100,12 @@ class Intake:
             self._check_token(token, i)
             candidate.tokens.append(token)
             self.sampler(candidate).accept(token)
-            candidate.text += candidate.stream.push(self.piece(group, token)).text
+            delta = candidate.stream.push(self.piece(group, token))
+            candidate.text += delta.text
+            if token in group.end_tokens or delta.stop is not None:
+                raise InvalidParameterError(
+                    "resume", list(tokens), f"a text that goes on: token {i} ended it"
+                )
 
     def restart_beams(self, group: Group) -> None:
         """Begin a beam search (again)."""
@@ -111,6 +118,7 @@ class Intake:
             group.end_tokens,
             request.stop,
             self._vocabulary.piece,
+            forbidden=self._vocabulary.end_tokens if request.ignore_eos else frozenset(),
         )
 
     def sampler(self, candidate: Candidate) -> TokenSampler:

@@ -23,6 +23,7 @@ from ..errors import (
     DecodeAbortedError,
     LlamaherdError,
     NativeError,
+    OutOfCellsError,
     QueueFullError,
 )
 from ..types import GenerationRequest
@@ -249,7 +250,19 @@ class Scheduler:
         return decoding
 
     def _give_way(self, candidate: Candidate) -> None:
-        """Take a candidate's sequence; it starts again, with what it has produced, when there is room."""
+        """Take a candidate's sequence; it starts again, with what it has produced, when there is room.
+
+        Nothing but its own request's beams in its way, it would not get further the next time.
+        """
+        group = candidate.group
+        if all(c.group is group for c in self._running()) and (group.beam or len(group.running) == 1):
+            memory = self.engine.memory
+            used = memory.n_cells - memory.free_cells
+            self._emitter.fail(group, OutOfCellsError(len(group.running), used, memory.n_cells))
+            return
+        self._vacate(candidate)
+
+    def _vacate(self, candidate: Candidate) -> None:
         group = candidate.group
         if group.beam is None:
             self._emitter.vacate(candidate, keep=False)
@@ -323,6 +336,7 @@ class Scheduler:
         try:
             return self.engine.decode(batch)
         except DecodeAbortedError:
+            self._replay_lost(candidates)
             return None  # somebody cancelled; whoever did not is tried again in the next step
         except LlamaherdError as error:
             self._isolate(candidates, groups, error)
@@ -338,8 +352,23 @@ class Scheduler:
             self._emitter.fail(groups[0], error)
             return
         for candidate in candidates:
-            if candidate.running:
+            if not candidate.running:
+                continue
+            if self._lost(candidate):  # again all together it might fail for ever
+                self._emitter.fail(candidate.group, error)
+            else:
                 self._decode([candidate])
+
+    def _lost(self, candidate: Candidate) -> bool:
+        """Whether a failed decode has emptied the candidate's sequence, as it does recurrent states."""
+        sequence = candidate.sequence
+        return sequence is not None and self.engine.memory.length(sequence) < candidate.computed
+
+    def _replay_lost(self, candidates: Sequence[Candidate]) -> None:
+        """Have candidates start again whose sequences an aborted decode has emptied."""
+        for candidate in candidates:
+            if candidate.running and self._lost(candidate):
+                self._vacate(candidate)
 
     # --------------------------------------------------------------------------------- lifetime
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import TypeAlias
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.protocol import SequenceMemory
+from ..errors import ClosedError
 from .prefix_cache import PrefixCache, best_match
 
 __all__ = ["Residency"]
@@ -64,7 +66,7 @@ class Residency:
     def retire(self, sequence: int, tokens: Tokens, *, keep: bool = True) -> Kept | None:
         """Take a sequence that holds ``tokens`` out of use; ``keep`` it idle as long as there is room."""
         if not (keep and len(tokens)):
-            self._memory.release(sequence)
+            self._release(sequence)
             return None
         for covered in self.cache.covered_by(tokens):
             self._drop(covered)
@@ -83,7 +85,11 @@ class Residency:
 
     def _drop(self, sequence: int) -> None:
         self.cache.take(sequence)
-        self._memory.release(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: int) -> None:
+        with contextlib.suppress(ClosedError):  # an engine that was closed has nothing to take back
+            self._memory.release(sequence)
 
     def idle(self) -> list[tuple[int, Tokens]]:
         """Idle sequences and their tokens, least recently used first."""

@@ -160,9 +160,8 @@ class Group:
         """Whether its deadline has passed."""
         return self.request.deadline is not None and now - self.submitted > self.request.deadline
 
-    def usage(self) -> Usage:
-        """Tokens so far."""
-        produced = sum(len(c.tokens) for c in self.candidates)
+    def usage(self, produced: int) -> Usage:
+        """The tokens of the prompt, and those produced."""
         return Usage(len(self.prompt), produced, self.cached_tokens or 0)
 
     def timings(self) -> Timings:
