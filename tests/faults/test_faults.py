@@ -358,4 +358,7 @@ def test_resumed_tokens_that_the_grammar_forbids(tiny_model_path):
 
 
 def test_a_herd_that_runs_when_the_interpreter_exits(tiny_model_path):
-    run("[herd.submit(GenerationRequest(f'{i}', max_tokens=200, ignore_eos=True)) for i in range(4)]", tiny_model_path)
+    run(
+        "[herd.submit(GenerationRequest(f'{i}', max_tokens=200, ignore_eos=True)) for i in range(4)]",
+        tiny_model_path,
+    )

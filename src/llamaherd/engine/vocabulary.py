@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from ..config import _integers
-from ..errors import InvalidParameterError, RequestError, TokenError, _shown
+from ..errors import InvalidParameterError, RequestError, TokenError
 from ..native import model as native
 from ..native.handles import Handle
 from ..types import Prompt, PromptPart
