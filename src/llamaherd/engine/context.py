@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from os import PathLike
 from types import TracebackType
 from typing import Any
@@ -32,32 +31,16 @@ from ..native.handles import Handle
 from ..native.library import forget_log, recent_log
 from ..native.params import cache_type
 from . import state
-from .cpus import available_cpus, available_memory
 from .guidance import GuidedSampler
 from .memory import Memory
 from .model import Model
+from .outputs import Outputs, Part, join, target_rows
 from .protocol import Batch, FloatArray, TokenSampler
 from .sampler import Sampler
+from .settings import check_settings, default_settings
 from .vocabulary import Vocabulary
 
 __all__ = ["Context", "Outputs"]
-
-_DEFAULT_CONTEXT = 4096
-
-
-@dataclass(frozen=True, eq=False)
-class Outputs:
-    """What a decode put out; rows are the batch's wanted tokens, in batch order.
-
-    Attributes:
-        logits: float32 [n_outputs, n_vocab].
-        hidden: float32 [n_outputs, n_embd], the last hidden states after the final norm.
-        layers: for each layer asked for, float32 [n_outputs, n_embd]: the hidden states after it.
-    """
-
-    logits: FloatArray | None = None
-    hidden: FloatArray | None = None
-    layers: dict[int, FloatArray] = field(default_factory=dict)
 
 
 class Context:
@@ -83,8 +66,8 @@ class Context:
         self._lock = threading.RLock()
         self._abort = native.AbortFlag()
         self._tap = native.LayerTap() if layer_outputs else None
-        settings = _defaults(model) | params
-        _check_params(model, settings)
+        settings = default_settings(model) | params
+        check_settings(model, settings)
         forget_log()
         handle = native.new_context(model.handle, settings, self._abort, self._tap)
         if handle is None:
@@ -209,7 +192,7 @@ class Context:
             appended = self._check_batch(batch)
             layers = self._check_layers(layers)
             before = {s: self.memory.length(s) for s in appended}
-            target = None if into is None else _target_rows(batch, into, self.vocabulary.n_tokens)
+            target = None if into is None else target_rows(batch, into, self.vocabulary.n_tokens)
             self._abort.clear()
             try:
                 calls = self._parts(batch, by_sequence=bool(layers))
@@ -222,7 +205,7 @@ class Context:
                 self.memory.appended(sequence, count)
             if into is not None and not (hidden or layers):
                 return Outputs(logits=into[0])
-            outputs = _join(batch, parts, logits, hidden, layers, self.vocabulary.n_tokens, self.model.n_embd)
+            outputs = join(batch, parts, logits, hidden, layers, self.vocabulary.n_tokens, self.model.n_embd)
             return outputs if into is None else dataclasses.replace(outputs, logits=into[0])
 
     def _parts(self, batch: Batch, *, by_sequence: bool) -> list[NDArray[np.intp]]:
@@ -607,115 +590,3 @@ class Context:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _defaults(model: Model) -> dict[str, Any]:
-    cpus = available_cpus()
-    trained = model.n_ctx_train or _DEFAULT_CONTEXT
-    return {
-        "n_ctx": min(trained, _DEFAULT_CONTEXT),
-        "n_threads": cpus,
-        "n_threads_batch": cpus,
-        "kv_unified": True,
-        "no_perf": True,
-    }
-
-
-def _check_params(model: Model, settings: dict[str, Any]) -> None:
-    """Refuse what llama.cpp would abort on, or would swallow the machine's memory for."""
-    if not model.n_layer:
-        raise UnsupportedError("this model was loaded with vocab_only and cannot compute; load it without")
-    limit = native.max_sequences()
-    n_seq = settings.get("n_seq_max", 1)
-    if isinstance(n_seq, bool) or not isinstance(n_seq, int) or not 1 <= n_seq <= limit:
-        raise InvalidParameterError("n_seq_max", n_seq, f"an integer in [1, {limit}]")
-    for name in ("n_ctx", "n_batch", "n_ubatch"):
-        value = settings.get(name, 512)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            if name == "n_ctx" and value == 0:
-                settings["n_ctx"] = model.n_ctx_train
-                continue
-            raise InvalidParameterError(name, value, "an integer in [1, 2**31)")
-    outputs_max = settings.get("n_outputs_max", 0)
-    if isinstance(outputs_max, bool) or not isinstance(outputs_max, int) or not 0 <= outputs_max < 2**31:
-        raise InvalidParameterError("n_outputs_max", outputs_max, "an integer in [0, 2**31)")
-    for name in ("n_threads", "n_threads_batch"):
-        value = settings[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 512:
-            raise InvalidParameterError(name, value, "an integer in [1, 512]")
-    if model.n_swa and not settings.get("swa_full", True) and settings["kv_unified"] and n_seq > 1:
-        raise InvalidParameterError(
-            "swa_full",
-            False,
-            "true, or kv_unified=False: llama.cpp never frees window cells that forks share",
-        )
-    outputs = outputs_max or settings.get("n_batch", 2048)
-    if min(outputs, max(settings["n_ctx"], 256)) < n_seq:
-        raise InvalidParameterError(
-            "n_seq_max", n_seq, f"at most n_batch and n_outputs_max ({outputs}), which llama.cpp requires"
-        )
-    _check_memory(model, settings)
-
-
-def _check_memory(model: Model, settings: dict[str, Any]) -> None:
-    """llama.cpp clears the KV cache when it makes it: too large a one ends in the kernel's OOM killer."""
-    if model.is_recurrent or not model.n_head or not settings.get("offload_kqv", True):
-        return
-    widths = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-    per_value = min(widths.get(str(settings.get(t, "f16")).lower(), 0.5) for t in ("type_k", "type_v"))
-    width = model.n_embd // model.n_head * model.n_head_kv
-    needed = int(2 * settings["n_ctx"] * model.n_layer * width * per_value)
-    available = available_memory()
-    if available is not None and needed > available:
-        raise ContextError(
-            f"n_ctx = {settings['n_ctx']} needs a KV cache of about {needed / 2**30:.1f} GiB, "
-            f"{available / 2**30:.1f} GiB are available; lower n_ctx, or take a smaller type_k and type_v"
-        )
-
-
-Part = tuple[NDArray[np.intp], FloatArray | None, FloatArray | None, dict[int, FloatArray]]
-
-
-def _target_rows(
-    batch: Batch, into: tuple[FloatArray, NDArray[np.intp]], n_vocab: int
-) -> tuple[FloatArray, NDArray[np.intp]]:
-    """The target, and for each token of the batch (not only the wanted ones) its row there."""
-    array, rows = into
-    n = int(batch.outputs.sum())
-    if array.dtype != np.float32 or array.ndim != 2 or array.shape[1] != n_vocab or len(rows) != n:
-        raise RequestError(
-            f"into takes a float32 array [rows, {n_vocab}] and {n} row numbers, not {array.dtype} "
-            f"{array.shape} and {len(rows)}"
-        )
-    if n and not 0 <= int(rows.min()) <= int(rows.max()) < len(array):
-        raise RequestError(f"into's row numbers are in [0, {len(array)})")
-    places = np.zeros(len(batch), np.intp)
-    places[batch.outputs] = rows
-    return array, places
-
-
-def _join(
-    batch: Batch,
-    parts: list[Part],
-    logits: bool,
-    hidden: bool,
-    layers: Sequence[int],
-    n_vocab: int,
-    n_embd: int,
-) -> Outputs:
-    """The rows of all parts, in batch order."""
-    order = np.argsort(np.concatenate([index for index, *_ in parts]), kind="stable")
-
-    def rows(arrays: list[FloatArray | None], width: int) -> FloatArray:
-        present = [a for a in arrays if a is not None]
-        if not present:
-            return np.empty((0, width), np.float32)
-        if len(parts) == 1:
-            return present[0]
-        return np.concatenate(present)[order]
-
-    return Outputs(
-        logits=rows([p[1] for p in parts], n_vocab) if logits else None,
-        hidden=rows([p[2] for p in parts], n_embd) if hidden else None,
-        layers={i: rows([p[3].get(i) for p in parts], n_embd) for i in layers},
-    )
