@@ -70,11 +70,14 @@ class Contest:
                 if turn >= self.warm:  # the first warms up
                     times[name].append(tokens / (self.clock() - start))
         self.rates[discipline] = {name: statistics.median(found) for name, found in times.items()}
+        found = ", ".join(f"{name} {rate:.1f}" for name, rate in self.rates[discipline].items())
+        print(f"{discipline}: {found}", file=sys.stderr, flush=True)
 
     def load(self, name: str, make: Callable[[], Any]) -> Any:
         start = self.clock()
         model = make()
         self.loads[name] = self.clock() - start
+        print(f"load {name}: {self.loads[name]:.2f}", file=sys.stderr, flush=True)
         return model
 
 

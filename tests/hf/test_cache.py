@@ -35,7 +35,7 @@ def ids(prompts):
 
 def test_multi_turn_equals_the_whole_text(pair, prompts):
     equal = 0
-    for prompt in prompts:
+    for prompt in prompts[::2]:
         rows = []
         for model in pair.models:
             out = model.generate(torch.tensor([prompt]), **OPTIONS, return_dict_in_generate=True)
@@ -44,7 +44,7 @@ def test_multi_turn_equals_the_whole_text(pair, prompts):
                 out = model.generate(text, cache=out.cache, **OPTIONS, return_dict_in_generate=True)
             rows.append(out.sequences)
         equal += same_tokens(rows[0][0], rows[1][0], pair.models)
-    assert equal == 10
+    assert equal == 5
 
 
 def test_the_old_name_works_without_a_warning(pair, ids):
