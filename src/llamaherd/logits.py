@@ -24,12 +24,15 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def exponentials(row: Floats, temperature: float = 1.0) -> Floats:
-    """exp((row - max(row)) / temperature): valid until this thread's next call of this module."""
+def exponentials(row: Floats, temperature: float = 1.0, peak: float | None = None) -> Floats:
+    """exp((row - max(row)) / temperature): valid until this thread's next call of this module.
+
+    ``peak`` is max(row) where the caller knows it.
+    """
     if len(_scratch.row) < row.size:
         _scratch.row = np.empty(row.size, np.float32)
     out = _scratch.row[: row.size]
-    np.subtract(row, row.max(), out=out)
+    np.subtract(row, row.max() if peak is None else peak, out=out)
     if temperature != 1.0:
         np.multiply(out, np.float32(1 / temperature), out=out)
     np.exp(out, out=out)
@@ -61,7 +64,7 @@ def log_normalizers(rows: Floats) -> Floats:
     result = np.empty(len(rows), np.float32)
     for i, row in enumerate(rows):
         peak = row.max()
-        result[i] = peak + np.log(exponentials(row).sum()) if np.isfinite(peak) else np.nan
+        result[i] = peak + np.log(exponentials(row, peak=peak).sum()) if np.isfinite(peak) else np.nan
     return result
 
 

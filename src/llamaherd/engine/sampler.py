@@ -281,7 +281,8 @@ def _truncate(config: SamplingConfig, logits: FloatArray) -> NDArray[np.intp] | 
         n = int(np.searchsorted(np.cumsum(probabilities, dtype=np.float64), config.top_p)) + 1
         kept = kept[: max(n, keep_at_least)]
     if config.min_p > 0:
-        floor = logits.max() + np.log(np.float32(config.min_p))
+        peak = logits.max() if kept is None else logits[kept[0]]
+        floor = peak + np.log(np.float32(config.min_p))
         if kept is None:
             kept = np.flatnonzero(logits >= floor)
             if len(kept) < keep_at_least:

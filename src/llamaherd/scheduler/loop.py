@@ -239,6 +239,8 @@ class Scheduler:
 
     def _with_room(self, decoding: list[Candidate]) -> list[Candidate]:
         """Those of the candidates that fit one more token each; others give way, the youngest first."""
+        if self._residency.make_room(cells=len(decoding)):
+            return decoding
         order = iter(victims(self._views()))
         by_key = {id(c): c for c in self._running()}
         while not self._residency.make_room(cells=len(decoding)):
