@@ -246,7 +246,9 @@ def test_a_listener_may_close_the_herd():
     herd.close()
 
 
-def test_what_is_no_model_is_refused():
+def test_what_is_no_model_or_no_config_is_refused():
+    with pytest.raises(InvalidParameterError):
+        Herd(FakeEngine(), scheduler=5)
     for model in (None, 5, "model.gguf"):
         with pytest.raises(InvalidParameterError):
             Herd(model)

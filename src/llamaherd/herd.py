@@ -52,6 +52,8 @@ class Herd:
         scheduler: SchedulerConfig | None = None,
         **context_params: Any,
     ) -> None:
+        if scheduler is not None and not isinstance(scheduler, SchedulerConfig):
+            raise InvalidParameterError("scheduler", scheduler, "a SchedulerConfig")
         config = scheduler or SchedulerConfig(
             max_sequences=max_sequences, max_queue=max_queue, prefix_cache=prefix_cache
         )
