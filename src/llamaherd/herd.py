@@ -180,7 +180,8 @@ class Herd:
         scheduler = self._scheduler
         while not self._stop.is_set():
             try:
-                if not scheduler.step():
+                # a step clears the wake-up, so the look at _stop comes between it and the wait
+                if not scheduler.step() and not self._stop.is_set():
                     # paused readers and deadlines need a look now and then
                     scheduler.wait(0.05 if scheduler.busy else None)
             except Exception as error:
