@@ -246,7 +246,9 @@ def test_a_listener_may_close_the_herd():
     herd.close()
 
 
-def test_what_is_no_model_is_refused():
+def test_what_is_no_model_or_no_config_is_refused():
+    with pytest.raises(InvalidParameterError):
+        Herd(FakeEngine(), scheduler=5)
     for model in (None, 5, "model.gguf"):
         with pytest.raises(InvalidParameterError):
             Herd(model)
@@ -279,3 +281,23 @@ def test_encoders_are_refused(tmp_path, architecture):
     path = synthesize(tmp_path / "encoder.gguf", architecture)
     with Model.load(path) as model, pytest.raises(UnsupportedError):
         Herd(model, n_ctx=256, n_threads=1)
+
+
+def test_closing_while_a_step_begins_does_not_wait_for_ever():
+    herd = Herd(FakeEngine())
+    scheduler, begun = herd._scheduler, threading.Event()
+    step = scheduler.step
+
+    def late_step():
+        begun.set()
+        herd._stop.wait(5)
+        time.sleep(0.05)  # close() has woken the scheduler, and the step will clear that
+        return step()
+
+    scheduler.step = late_step
+    scheduler.wake()
+    assert begun.wait(5)
+    closing = threading.Thread(target=herd.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    assert not closing.is_alive()

@@ -96,7 +96,7 @@ __all__ = [
 ]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as messages show it: its repr, cut to a readable length."""
     try:
         text = repr(value)
@@ -135,7 +135,7 @@ class UnknownParameterError(ConfigError, TypeError):
         close = difflib.get_close_matches(name, self.known, n=1, cutoff=0.5)
         self.nearest = close[0] if close else None
         hint = f"did you mean {self.nearest!r}?" if self.nearest else f"known: {', '.join(self.known)}"
-        super().__init__(f"{of} has no parameter {_shown(name)}; {hint}")
+        super().__init__(f"{of} has no parameter {shown(name)}; {hint}")
 
 
 class InvalidParameterError(ConfigError):
@@ -145,7 +145,7 @@ class InvalidParameterError(ConfigError):
         self.name = name
         self.value = value
         self.limit = limit
-        super().__init__(f"{name} = {_shown(value)} is not valid: {limit}")
+        super().__init__(f"{name} = {shown(value)} is not valid: {limit}")
 
 
 # ----------------------------------------------------------------------------------------- files
@@ -298,9 +298,7 @@ class TokenError(RequestError):
         self.n_vocab = n_vocab
         self.index = index
         where = f" at index {index}" if index is not None else ""
-        super().__init__(
-            f"token id {_shown(token)}{where} is outside [0, {n_vocab}), this model's vocabulary"
-        )
+        super().__init__(f"token id {shown(token)}{where} is outside [0, {n_vocab}), this model's vocabulary")
 
 
 class PositionError(RequestError):
@@ -311,7 +309,7 @@ class PositionError(RequestError):
         self.expected = expected
         self.sequence = sequence
         of = f" of sequence {sequence}" if sequence is not None else ""
-        super().__init__(f"position {_shown(position)}{of} is not valid: {expected}")
+        super().__init__(f"position {shown(position)}{of} is not valid: {expected}")
 
 
 class SequenceError(RequestError):
@@ -320,7 +318,7 @@ class SequenceError(RequestError):
     def __init__(self, sequence: int, expected: str) -> None:
         self.sequence = sequence
         self.expected = expected
-        super().__init__(f"sequence id {_shown(sequence)} is not valid: {expected}")
+        super().__init__(f"sequence id {shown(sequence)} is not valid: {expected}")
 
 
 class GrammarError(RequestError):

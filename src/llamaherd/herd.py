@@ -52,6 +52,8 @@ class Herd:
         scheduler: SchedulerConfig | None = None,
         **context_params: Any,
     ) -> None:
+        if scheduler is not None and not isinstance(scheduler, SchedulerConfig):
+            raise InvalidParameterError("scheduler", scheduler, "a SchedulerConfig")
         config = scheduler or SchedulerConfig(
             max_sequences=max_sequences, max_queue=max_queue, prefix_cache=prefix_cache
         )
@@ -178,7 +180,8 @@ class Herd:
         scheduler = self._scheduler
         while not self._stop.is_set():
             try:
-                if not scheduler.step():
+                # a step clears the wake-up, so the look at _stop comes between it and the wait
+                if not scheduler.step() and not self._stop.is_set():
                     # paused readers and deadlines need a look now and then
                     scheduler.wait(0.05 if scheduler.busy else None)
             except Exception as error:

@@ -659,7 +659,7 @@ def test_lengths_of_the_wrong_kind_leak_nothing(make_context, make_batch, length
     assert (memory.free_sequences, memory.length(sequence)) == (7, 3)
 
 
-@pytest.mark.parametrize("texts", [[["x"]], [[1.5]], [[10**30]], ["ab"], [None]])
+@pytest.mark.parametrize("texts", [[["x"]], [[1.5]], [[10**30]], ["ab"], [None], None, 5])
 def test_texts_to_embed_of_the_wrong_kind(make_context, texts):
     with pytest.raises((RequestError, InvalidParameterError)):
         make_context().embed(texts)

@@ -214,7 +214,7 @@ def test_what_a_grammar_forbids_cannot_be_accepted(tiny_model):
         with pytest.raises(GrammarError):
             sampler.accept(token)
     sampler.accept(b)
-    for token in (-1, vocabulary.n_tokens, 10**30):
+    for token in (-1, vocabulary.n_tokens, 10**30, "x", None, 1.5):
         with pytest.raises(TokenError):
             sampler.accept(token)
 

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -70,3 +71,31 @@ def test_pieces_of_control_tokens_are_empty_unless_asked_for(vocabulary):
     assert vocabulary.piece(start) == b""
     assert vocabulary.piece(start, special=True) == b"<|im_start|>"
     assert vocabulary.decode([start]) == ""
+
+
+@pytest.mark.parametrize("token", ["x", None, 1.5, -1, 10**6000], ids=["str", "none", "float", "-1", "huge"])
+def test_token_ids_of_the_wrong_kind(tiny_model, token):
+    vocabulary = tiny_model.vocabulary
+    for call in (
+        vocabulary.piece,
+        vocabulary.is_control,
+        lambda t: vocabulary.decode([t]),
+        lambda t: vocabulary.piece(t, special=True),
+    ):
+        with pytest.raises(TokenError):
+            call(token)
+    assert vocabulary.piece(np.int64(97)) == vocabulary.piece(97)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, b"abc", [10**6000, "a"], [1.5], [True], {1: 2}, iter([1])], ids=type
+)
+def test_prompts_of_the_wrong_kind(tiny_model, prompt):
+    with pytest.raises(RequestError):
+        tiny_model.vocabulary.encode_prompt(prompt)
+
+
+@pytest.mark.parametrize("text", [None, 5, b"abc"])
+def test_texts_of_the_wrong_kind(tiny_model, text):
+    with pytest.raises(RequestError):
+        tiny_model.vocabulary.encode(text)

@@ -355,6 +355,8 @@ class Context:
             self._check_open()
             if self.model.has_encoder and self.model.has_decoder:
                 raise UnsupportedError("encoder-decoder models give no embeddings here; take an encoder")
+            if not isinstance(texts, (Sequence, np.ndarray)):
+                raise InvalidParameterError("texts", texts, "a sequence of token lists")
             texts = [_integers("texts", tokens) for tokens in texts]
             for tokens in texts:
                 if not tokens:

@@ -119,7 +119,7 @@ class Sampler:
                 chain.close()
 
     def _check_token(self, token: int) -> None:
-        if not 0 <= token < self._n_vocab:
+        if not isinstance(token, (int, np.integer)) or not 0 <= token < self._n_vocab:
             raise TokenError(token, self._n_vocab)
 
     def _load(self) -> Candidates:

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from ..config import _integers
-from ..errors import InvalidParameterError, RequestError, TokenError
+from ..errors import InvalidParameterError, RequestError, TokenError, shown
 from ..native import model as native
 from ..native.handles import Handle
 from ..types import Prompt, PromptPart
@@ -76,7 +76,7 @@ class Vocabulary:
         return found
 
     def _check(self, token: int, index: int | None = None) -> None:
-        if not 0 <= token < self.n_tokens:
+        if not isinstance(token, (int, np.integer)) or not 0 <= token < self.n_tokens:
             raise TokenError(token, self.n_tokens, index)
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
@@ -87,6 +87,8 @@ class Vocabulary:
                 begins with BOS, as chat templates write it, does not get a second one.
             parse_special: let the texts of control tokens become those tokens. Only for text you wrote.
         """
+        if not isinstance(text, str):
+            raise RequestError(f"a text to tokenize is a str, not {shown(text)}")
         tokens = native.tokenize(
             self._model, _utf8(text), add_special=add_special, parse_special=parse_special
         )
@@ -148,9 +150,7 @@ class Vocabulary:
 
 
 def _no_prompt(prompt: object) -> RequestError:
-    return RequestError(
-        f"a prompt is text, token ids or PromptParts, not {type(prompt).__name__} {prompt!r:.80}"
-    )
+    return RequestError(f"a prompt is text, token ids or PromptParts, not {shown(prompt)}")
 
 
 def _utf8(text: str) -> bytes:
