@@ -67,7 +67,7 @@ def tab_to(browser: Any, name: str) -> None:
 
 def test_a_chat_streams(page: Any) -> None:
     tab_to(page, "chat-tokens")
-    press(page, "\ue009a", "24")  # Ctrl+A
+    press(page, "\ue009a", "96")  # Ctrl+A
     page.find_element("id", "chat-input").click()
     press(page, "Name three <b>colours</b>.", "\ue007")
     until(page, lambda: page.find_elements("css selector", "#messages li.assistant"))
