@@ -28,7 +28,7 @@ def test_what_is_open_goes_on_and_what_has_ended_does_not() -> None:
     resumed = record.resume()
     assert isinstance(resumed, GenerationRequest)
     assert list(resumed.indices) == [0, 2]
-    assert resumed.resume == {0: [10]}
+    assert resumed.resume == {0: (10,)}
     # the next worker knows of the open ones only; its log-probabilities are those of its own tokens
     record.token(Token(0, 11, "c", -3.0, finish_reason="length"))
     record.token(Token(2, 30, "d", -4.0, finish_reason="stop"))
