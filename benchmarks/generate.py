@@ -44,10 +44,7 @@ PROMPT = (
     "that a llama that is hurried arrives later than one that is not, and they had other things to do besides: "
     "bread had to be baked, the roof of the school needed mending, and in the evening there would be music."
 )
-REPETITIVE = "".join(
-    f"Step {i}: take the red box from the shelf, open the red box, and put the blue ball into the red box.\n"
-    for i in range(1, 8)
-)
+COPYING = [{"role": "user", "content": f"Repeat this text word for word:\n\n{PROMPT}"}]
 
 
 class Contest:
@@ -221,7 +218,11 @@ def contend(path: Path, options: argparse.Namespace) -> int:
     models = {"ours": ours, **torch_models}
     one = tokenizer(PROMPT, return_tensors="pt")
     eight = tokenizer([PROMPT[: 60 + 50 * i] for i in range(8)], return_tensors="pt", padding=True)
-    repeated = tokenizer(REPETITIVE, return_tensors="pt")
+    if tokenizer.chat_template:
+        asked = tokenizer.apply_chat_template(COPYING, tokenize=False, add_generation_prompt=True)
+    else:
+        asked = f"{PROMPT}\n\n"
+    repeated = tokenizer(asked + PROMPT[:60], return_tensors="pt", add_special_tokens=False)
     tokens = one["input_ids"][0].tolist()
     contest.run(
         "greedy",
