@@ -241,3 +241,10 @@ def test_nan_weights_do_not_pass_for_text(fresh):
     with pytest.raises(LogitsError, match="NaN"):
         model.generate(IDS, max_new_tokens=2)
     assert model.runtime.context.memory.used_cells == 0
+
+
+def test_rows_that_were_not_decoded_are_not_taken_for_nan(pair, monkeypatch):
+    full = torch.full
+    monkeypatch.setattr(torch, "empty", lambda *shape, **_: full(shape, float("nan")))  # as memory may be
+    ids = torch.tensor([[20, 30, 40, 50]]).repeat(3, 1)  # equal rows are decoded once
+    assert torch.isfinite(pair.ours(ids).logits).all()

@@ -175,12 +175,12 @@ def _share(one: Pass) -> None:
     """Give the rows that equal others their forks and results, and put the logits into shape."""
     rows, kept = one.columns.shape[0], int(one.keep.sum())
     one.logits = one.logits[:-1].view(rows, kept, -1)
-    if torch.isnan(one.logits[..., 0]).any():  # a NaN in the last hidden state reaches every logit
-        raise LogitsError("NaN")
-    if one.sources != list(range(rows)):
+    if one.sources != list(range(rows)):  # rows that were not decoded hold whatever the memory held
         one.cache.share_rows(one.sources)
         one.logits = one.logits[one.sources]
         one.hidden = {layer: values[one.sources] for layer, values in one.hidden.items()}
+    if torch.isnan(one.logits[..., 0]).any():  # a NaN in the last hidden state reaches every logit
+        raise LogitsError("NaN")
 
 
 def _undo(passes: Sequence[Pass], lengths: Sequence[int], fresh: Sequence[bool]) -> None:
