@@ -100,3 +100,21 @@ def test_a_request_keeps_what_it_was_given():
 
 def test_a_result_without_completions_has_an_empty_text():
     assert Finished((), Usage(1, 0), Timings(0, 0, 0)).text == ""
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"grammar": 'root ::= "x"'},
+        {"json_schema": {}},
+        {"logit_bias": {3: -1.0}},
+        {"repeat_penalty": 1.1},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.5},
+        {"dry_multiplier": 0.8},
+    ],
+)
+def test_beams_refuse_what_they_would_not_follow(sampling):
+    GenerationRequest("x", sampling=SamplingConfig(**sampling))
+    with pytest.raises(InvalidParameterError, match="own distribution"):
+        GenerationRequest("x", beams=2, sampling=SamplingConfig(**sampling))

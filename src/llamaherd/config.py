@@ -199,6 +199,19 @@ class SamplingConfig:
         object.__setattr__(self, "dry_sequence_breakers", breakers)
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are forbidden or favoured beyond what the model says (and truncations leave)."""
+        return bool(
+            self.grammar is not None
+            or self.json_schema is not None
+            or self.logit_bias
+            or self.repeat_penalty != 1
+            or self.frequency_penalty
+            or self.presence_penalty
+            or self.dry_multiplier
+        )
+
+    @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0 and self.mirostat == 0
@@ -230,6 +243,16 @@ class SchedulerConfig:
     max_buffered_events: int = 65536
     prefill_chunk: int = 256
     prefix_cache: bool = True
+
+    @property
+    def slots(self) -> int:
+        """max_sequences, or what a context of our own making gets: 16."""
+        return self.max_sequences or 16
+
+    @property
+    def n_seq_max(self) -> int:
+        """Sequences that a context wants for this: as many idle ones for the prefix cache as can run."""
+        return min(self.slots * (2 if self.prefix_cache else 1), 256)
 
     def __post_init__(self) -> None:
         if self.max_sequences is not None:

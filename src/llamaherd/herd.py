@@ -21,8 +21,6 @@ from .types import Event, Failed, Finished, GenerationRequest, Prompt, Suggestio
 
 __all__ = ["Herd"]
 
-_MOST_SEQUENCES = 256
-
 
 class Herd:
     """Runs requests on a model, many at once, in a thread of its own. Any thread may use it.
@@ -58,10 +56,7 @@ class Herd:
             max_sequences=max_sequences, max_queue=max_queue, prefix_cache=prefix_cache
         )
         if isinstance(model, Model):
-            # as many idle sequences for the prefix cache as can run
-            slots = config.max_sequences or max_sequences
-            spare = slots if config.prefix_cache else 0
-            context_params.setdefault("n_seq_max", min(slots + spare, _MOST_SEQUENCES))
+            context_params.setdefault("n_seq_max", config.n_seq_max)
             context = Context(model, **context_params)
             if not context.generates:
                 context.close()

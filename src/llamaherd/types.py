@@ -101,8 +101,12 @@ class GenerationRequest:
             _number("beams", self.beams, 1, 256, integer=True)
             if self.n > self.beams:
                 raise InvalidParameterError("n", self.n, f"at most beams ({self.beams}) with beam search")
-            if self.sampling.grammar is not None or self.sampling.json_schema is not None:
-                raise InvalidParameterError("beams", self.beams, "beam search takes no grammar; sample")
+            if self.sampling.changes_logits:
+                raise InvalidParameterError(
+                    "beams",
+                    self.beams,
+                    "beam search follows the model's own distribution: no grammar, logit_bias or penalties",
+                )
         if self.deadline is not None:
             _number("deadline", self.deadline, 0)
         # as tuples of our own: what the caller changes later must not reach a request that runs

@@ -36,6 +36,9 @@ __all__ = ["Model"]
 
 Progress = Callable[[float], bool | None]
 
+LOAD_MODES = ("fast-open", "fast-run")
+"""Ways to load beside llama.cpp's own."""
+
 
 class Dependent(Protocol):
     """What stands on a model: it must let go of what the model frees."""
@@ -119,7 +122,7 @@ class Model:
                 failure, stopped = error, True
             return not stopped
 
-        if load_mode not in ("fast-open", "fast-run", None):
+        if load_mode is not None and load_mode not in LOAD_MODES:
             params["load_mode"] = load_mode
         notify = on_progress if progress is not None else None
         with _load_lock:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import UnknownParameterError
 from ..native import params as native
+from .model import LOAD_MODES
 
 __all__ = ["split_parameters"]
 
@@ -28,6 +29,9 @@ def split_parameters(values: Mapping[str, Any], *, of: str) -> tuple[dict[str, A
             raise UnknownParameterError(name, (*model_names, *context_names), of=of)
     model = {name: value for name, value in values.items() if name in model_names}
     context = {name: value for name, value in values.items() if name in context_names}
-    native.model_params(model)
+    checked = dict(model)
+    if checked.get("load_mode") in LOAD_MODES:
+        del checked["load_mode"]  # Model.load's own
+    native.model_params(checked)
     native.context_params(context)
     return model, context

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when libllama is loaded
 
@@ -26,9 +25,9 @@ import zmq
 
 from ..engine.context import Context
 from ..engine.model import Model
+from ..engine.parameters import split_parameters
 from ..engine.protocol import Engine
-from ..errors import LlamaherdError, NativeError, UnknownParameterError, UnsupportedError
-from ..native.params import context_param_names, model_param_names
+from ..errors import LlamaherdError, NativeError, UnsupportedError
 from ..scheduler.handle import Handle
 from ..scheduler.loop import Scheduler
 from ..types import Failed, Finished, Usage
@@ -37,7 +36,6 @@ from .kv_store import KVStore
 
 __all__ = ["Worker", "main"]
 
-_MOST_SEQUENCES = 256
 _IDLE_LOOK = 0.05  # seconds between looks at paused readers and deadlines
 _SEND_TIMEOUT = 120_000  # ms that the server may stop reading before the worker gives up
 
@@ -108,13 +106,10 @@ class Worker:
             return engine, wire.ModelInfo(
                 n_vocab=engine.vocabulary.n_tokens, n_ctx=engine.n_ctx, max_sequences=slots
             )
-        model_params, context_params = _split(config.params)
+        model_params, context_params = split_parameters(config.params, of="llama.cpp")
         model = Model.load(config.model, loras=config.loras, **model_params)
-        slots = config.scheduler.max_sequences or 16
-        spare = slots if config.scheduler.prefix_cache else 0
-        params = {"n_seq_max": min(slots + spare, _MOST_SEQUENCES)} | context_params
-        context = Context(model, **params)
-        return context, _info(model, context, min(slots, context.n_seq_max))
+        context = Context(model, **({"n_seq_max": config.scheduler.n_seq_max} | context_params))
+        return context, _info(model, context, min(config.scheduler.slots, context.n_seq_max))
 
     def _obey(self, message: wire.Down) -> None:
         if isinstance(message, wire.Submit):
@@ -298,18 +293,6 @@ class Worker:
         if socket is not None:
             socket.close()
         time.sleep(0.05)
-
-
-def _split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Model and context parameters. Raises UnknownParameterError for what is neither."""
-    of_model, of_context = model_param_names(), context_param_names()
-    for name in params:
-        if name not in of_model and name not in of_context:
-            raise UnknownParameterError(name, [*of_model, *of_context], of="llama.cpp")
-    return (
-        {name: value for name, value in params.items() if name in of_model},
-        {name: value for name, value in params.items() if name not in of_model},
-    )
 
 
 def _info(model: Model, context: Context, max_sequences: int) -> wire.ModelInfo:
