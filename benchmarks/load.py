@@ -32,11 +32,13 @@ kind, path = sys.argv[1:]
 def memory():
     lines = dict(l.split(":", 1) for l in open("/proc/self/status") if ":" in l)
     return {k: int(lines[k].split()[0]) // 1024 for k in ("RssAnon", "RssFile")}
-import llamaherd.native.library, llamaherd.engine.context
 import numpy as np
-from llama_cpp import llama_cpp as L
-from llamaherd import Model, Context
-from llamaherd.engine.protocol import Batch
+if kind == "stock":
+    from llama_cpp import llama_cpp as L
+else:
+    import llamaherd.native.library, llamaherd.engine.context, llamaherd.files
+    from llamaherd import Model, Context
+    from llamaherd.engine.protocol import Batch
 before = memory()
 start = time.perf_counter()
 if kind == "stock":
@@ -125,6 +127,9 @@ def main() -> None:
         for kind, rows in found.items():
             cells = [statistics.median(r[k] for r in rows) for k in ("load", "first", "anon", "file")]
             print(f"{kind:10} {cells[0]:8.4f} {cells[1]:8.3f} {cells[2]:9.0f} {cells[3]:9.0f}")
+        for kind, other in (("ours", "stock"), ("ours-open", "stock"), ("ggjt-open", "ggjt-run")):
+            ratios = [a["load"] / b["load"] for a, b in zip(found[kind], found[other], strict=True)]
+            print(f"{kind} / {other}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
         first, second = start("ggjt-open", old), start("ggjt-open", old)
         for child in (first, second):
             with child:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -28,11 +29,15 @@ class Vocabulary:
         self._model = model
         facts = native.vocabulary_facts(model)
         self.n_tokens: int = facts["n_tokens"]
-        self.end_tokens: frozenset[int] = facts["end"]
         self.add_bos: bool = facts["add_bos"]
         self.add_eos: bool = facts["add_eos"]
         self._ids = {name: facts[name] for name in ("bos", "eos", "eot", "sep", "nl", "pad")}
         self._pieces: dict[int, bytes] = {}
+
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens that end a generation."""
+        return native.end_tokens(self._model)
 
     def _special(self, name: str) -> int | None:
         token = self._ids[name]

@@ -290,8 +290,16 @@ def _place(part: Part, record: _Record, next_offset: int | None, report: Report)
         report(MalformedFileError(file.path, f"tensor {record.name!r} {problem}", record.at))
         return None
     start = part.data_start + record.offset
-    raw = file.data[start : start + nbytes]
-    return Tensor(record.name, kind, record.shape, nbytes, lambda: raw, start, big_endian=part.big_endian)
+    data = file.data
+    return Tensor(
+        record.name,
+        kind,
+        record.shape,
+        nbytes,
+        lambda: data[start : start + nbytes],
+        start,
+        big_endian=part.big_endian,
+    )
 
 
 def _check_overlap(part: Part, report: Report) -> None:

@@ -18,7 +18,8 @@ __all__ = ["StringArray", "decode_text", "scan_strings"]
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.signedinteger[Any]]
 
-_WINDOW = 1 << 18  # bytes looked at together: fits the L2 cache
+_WINDOW = 1 << 16  # bytes looked at together: fits the L2 cache, and malloc keeps such blocks
+_BLOCK = 1 << 13  # texts hashed together, likewise
 _ONES = np.uint64(0xFFFFFFFFFFFFFFFF)
 _LOW = np.uint64(0x0101010101010101)
 _HIGH = np.uint64(0x8080808080808080)
@@ -155,8 +156,14 @@ class StringArray(Sequence["str | bytes"]):
         """A 64-bit hash of each text, eight bytes at a time over all texts; and whether any holds a NUL."""
         hashes: npt.NDArray[np.uint64] = self.lengths.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         any_nul = False
-        if not len(self):
-            return hashes, any_nul
+        for begin in range(0, len(self), _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            any_nul |= self[block]._mix(hashes[block])
+        return hashes, any_nul
+
+    def _mix(self, hashes: npt.NDArray[np.uint64]) -> bool:
+        """Mix the texts into ``hashes``; returns whether any holds a NUL."""
+        any_nul = False
         low, starts, ends = self._span()
         size = int(ends.max())
         region = np.zeros(size + 8, np.uint8)
@@ -176,13 +183,13 @@ class StringArray(Sequence["str | bytes"]):
             hashes[live] = mixed ^ (mixed >> np.uint64(29))
             at += 8
             live = live[left > 8]
-            if at >= 512:  # long texts are few: their rest by Python's own hash
+            if at >= 512 or len(live) < 64:  # the few long texts by Python's own hash
                 for i in live.tolist():
                     raw = self.raw(i)
                     any_nul = any_nul or 0 in raw
                     hashes[i] = np.uint64(hash(raw) & 0xFFFFFFFFFFFFFFFF)
                 break
-        return hashes, any_nul
+        return any_nul
 
 
 def scan_strings(
@@ -248,12 +255,13 @@ def _walk(data: Bytes, at: int, heads: Offsets, width: int, gap: int, big_endian
 
 def _chain(window: Bytes, width: int, gap: int) -> Offsets:
     """Places of texts shorter than 256 bytes that follow one another from the window's first byte on."""
-    zeros = np.flatnonzero(window == 0)
-    run = width - 1
-    if len(zeros) < run:
-        return np.empty(0, np.int64)
-    firsts = zeros[: len(zeros) - run + 1]
-    places: Offsets = firsts[zeros[run - 1 :] - firsts == run - 1] - 1
+    run, have = width - 1, 1
+    zeros = window == 0
+    while have < run:  # zeros[i]: the `have` bytes from i on are zero
+        step = min(have, run - have)
+        zeros = zeros[:-step] & zeros[step:]
+        have += step
+    places: Offsets = np.flatnonzero(zeros) - 1
     places = places[places >= 0]
     if not len(places) or places[0] != 0:
         return np.empty(0, np.int64)

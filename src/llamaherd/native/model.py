@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Mapping
+from itertools import compress, repeat
 from typing import Any
 
 from .handles import Handle
@@ -13,6 +14,7 @@ from .params import model_params
 
 __all__ = [
     "chat_template",
+    "end_tokens",
     "load_adapter",
     "load_model",
     "model_facts",
@@ -112,8 +114,20 @@ def vocabulary_facts(model: Handle) -> dict[str, Any]:
     facts["type"] = int(L.llama_vocab_type(v))
     facts["add_bos"] = bool(L.llama_vocab_get_add_bos(v))
     facts["add_eos"] = bool(L.llama_vocab_get_add_eos(v))
-    facts["end"] = frozenset(t for t in range(facts["n_tokens"]) if L.llama_vocab_is_eog(v, t))
     return facts
+
+
+_is_eog = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int32)(
+    ctypes.cast(L.llama_vocab_is_eog, ctypes.c_void_p).value or 0
+)  # called for every token: without llama_cpp's conversions
+
+
+def end_tokens(model: Handle) -> frozenset[int]:
+    """The tokens that end a generation (llama_vocab_is_eog); asks for each, milliseconds in all."""
+    owner = model.pointer
+    v = L.llama_model_get_vocab(owner)
+    n = int(L.llama_vocab_n_tokens(v))
+    return frozenset(compress(range(n), map(_is_eog, repeat(v, n), range(n))))
 
 
 def tokenize(model: Handle, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
