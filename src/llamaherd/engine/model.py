@@ -66,8 +66,6 @@ class Model:
         self.path = path
         self.params = dict(params)
         self._facts = native.model_facts(handle)
-        if not self._facts["n_params"]:
-            self._facts |= _sizes(path)  # llama.cpp counts only what it loads itself
         self.vocabulary = Vocabulary(handle)
         self.guide = Guide(self.vocabulary)
 
@@ -166,12 +164,16 @@ class Model:
     @property
     def n_params(self) -> int:
         """Number of weights."""
-        return int(self._facts["n_params"])
+        return int(self._facts["n_params"]) or self._sizes["n_params"]
 
     @property
     def size(self) -> int:
         """Bytes of all tensors."""
-        return int(self._facts["size"])
+        return int(self._facts["size"]) or self._sizes["size"]
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return _sizes(self.path)  # llama.cpp counts only what it loads itself
 
     @property
     def n_ctx_train(self) -> int:

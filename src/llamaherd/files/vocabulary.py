@@ -70,11 +70,10 @@ def from_legacy(
 
 
 def _spm(raws: list[bytes], scores: npt.NDArray[np.float32] | None) -> dict[str, TypedValue]:
-    texts, types = [], []
-    for index, raw in enumerate(raws):
-        text, kind = _spm_token(index, raw)
-        texts.append(text)
-        types.append(kind)
+    first = [_spm_token(index, raw) for index, raw in enumerate(raws[:_FIRST_PIECE])]
+    pieces = raws[_FIRST_PIECE:]
+    texts = [*(text for text, _ in first), *_spaced(pieces)]
+    types = [*(kind for _, kind in first), *(NORMAL if piece else CONTROL for piece in pieces)]
     if scores is None:
         scores = np.minimum(_FIRST_PIECE - np.arange(len(raws)), 0).astype(np.float32)
     keys: dict[str, TypedValue] = {
@@ -99,9 +98,17 @@ def _spm_token(index: int, raw: bytes) -> tuple[bytes, int]:
         return b"</s>", CONTROL
     if not raw:
         return b"", CONTROL
-    if index < _FIRST_PIECE and len(raw) == 1:
+    if len(raw) == 1:
         return b"<0x%02X>" % raw[0], BYTE
     return raw.replace(b" ", _SPACE), NORMAL
+
+
+def _spaced(pieces: list[bytes]) -> list[bytes]:
+    """The pieces with SentencePiece's sign for a space; all at once, as every load of a file asks for it."""
+    joined = b"\0".join(pieces)
+    if joined.count(b"\0") == len(pieces) - 1:
+        return joined.replace(b" ", _SPACE).split(b"\0")
+    return [piece.replace(b" ", _SPACE) for piece in pieces]
 
 
 def _bpe(raws: list[bytes], architecture: str) -> dict[str, TypedValue]:
@@ -132,6 +139,9 @@ def _bpe(raws: list[bytes], architecture: str) -> dict[str, TypedValue]:
 
 def _unique(texts: Iterable[bytes]) -> list[bytes]:
     """The texts, later copies renamed by their index: llama.cpp aborts on equal ones."""
+    texts = list(texts)
+    if len(set(texts)) == len(texts):
+        return texts
     seen: set[bytes] = set()
     out = []
     for index, text in enumerate(texts):

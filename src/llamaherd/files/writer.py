@@ -241,5 +241,9 @@ def _packed(texts: StringArray) -> bytes:
     is_text = np.ones(len(out), np.bool_)
     is_text[places] = False
     out[places] = lengths.astype("<i8").view(np.uint8)
-    out[is_text] = np.frombuffer(b"".join(texts.raws()), np.uint8)
+    low = int(texts.starts[0])
+    if np.array_equal(texts.starts - low, np.cumsum(lengths) - lengths):  # nothing lies between them
+        out[is_text] = texts.data[low : low + int(lengths.sum())]
+    else:
+        out[is_text] = np.frombuffer(b"".join(texts.raws()), np.uint8)
     return out.tobytes()

@@ -176,6 +176,8 @@ def _on_log(level: int, text: bytes, _user_data: Any) -> None:
         global _last_level
         if level != _CONTINUE:
             _last_level = _LEVELS.get(level, logging.DEBUG)
+        if _last_level < logging.WARNING and not LOGGER.isEnabledFor(_last_level):
+            return  # a load logs hundreds of lines
         message = text.decode("utf-8", "replace").rstrip("\n")
         if not message.strip(" ."):
             return
