@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two OpenMP pools that spin would fight
+os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="200")  # as ours does; also for torch's own pool
 
 import numpy as np
 import torch

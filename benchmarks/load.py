@@ -129,7 +129,9 @@ def main() -> None:
             print(f"{kind:10} {cells[0]:8.4f} {cells[1]:8.3f} {cells[2]:9.0f} {cells[3]:9.0f}")
         for kind, other in (("ours", "stock"), ("ours-open", "stock"), ("ggjt-open", "ggjt-run")):
             ratios = [a["load"] / b["load"] for a, b in zip(found[kind], found[other], strict=True)]
-            print(f"{kind} / {other}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+            print(
+                f"{kind} / {other}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
         first, second = start("ggjt-open", old), start("ggjt-open", old)
         for child in (first, second):
             with child:

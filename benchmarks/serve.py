@@ -87,7 +87,9 @@ def start(name: str, args: argparse.Namespace) -> Peer:
     else:
         command = [sys.executable, "-c", PEER, args.model]
         command += [str(v) for v in (port, args.threads, slots, n_ctx)]
-    environment = os.environ | ({"OMP_WAIT_POLICY": "PASSIVE"} if args.same_wait_policy else {})
+    environment = os.environ | (
+        {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "200"} if args.same_wait_policy else {}
+    )
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     )
@@ -171,7 +173,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--n-ctx", type=int, default=16384)
     parser.add_argument("--ours", nargs="*", default=[], help="further options of llamaherd serve")
-    parser.add_argument("--same-wait-policy", action="store_true", help="OMP_WAIT_POLICY=PASSIVE for both")
+    parser.add_argument("--same-wait-policy", action="store_true", help="threads of both wait as ours do")
     parser.add_argument("--svg")
     parser.add_argument("--json")
     args = parser.parse_args()

@@ -70,7 +70,7 @@ class Loop:
     """The same batches through the low-level bindings alone."""
 
     def __init__(self, path: str, args: argparse.Namespace) -> None:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as ours
+        import llamaherd.native.library  # noqa: F401 - threads that wait as ours do
         from llama_cpp import llama_cpp as lib
 
         self.lib, self.args = lib, args
@@ -204,7 +204,7 @@ PEERS = {"ours": Ours, "loop": Loop, "llama": LlamaClass, "server": Server}
 def serve(kind: str, path: str, args: argparse.Namespace, pipe: Connection) -> None:
     """In the peer's own process: load, then time each prompt that comes."""
     if args.same_wait_policy:
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="200")
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 2)
     try:
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--peers", default="ours,loop,llama,server")
-    parser.add_argument("--same-wait-policy", action="store_true", help="OMP_WAIT_POLICY=PASSIVE for all")
+    parser.add_argument("--same-wait-policy", action="store_true", help="threads of all wait as ours do")
     parser.add_argument("--json", help="write the times to this file")
     args = parser.parse_args()
     path = args.model
