@@ -70,8 +70,7 @@ class Loop:
     """The same batches through the low-level bindings alone."""
 
     def __init__(self, path: str, args: argparse.Namespace) -> None:
-        import llamaherd.native.library  # noqa: F401 - threads that wait as ours do
-        from llama_cpp import llama_cpp as lib
+        from llamaherd.native.library import L as lib  # llama_cpp, its threads waiting as ours do
 
         self.lib, self.args = lib, args
         self.callback = lib.llama_log_callback(lambda *_: None)
