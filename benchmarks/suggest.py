@@ -70,7 +70,9 @@ class Loop:
     """The same batches through the low-level bindings alone."""
 
     def __init__(self, path: str, args: argparse.Namespace) -> None:
-        from llamaherd.native.library import L as lib  # llama_cpp, its threads waiting as ours do
+        from llamaherd.native import library  # its threads wait as ours do
+
+        lib = library.L
 
         self.lib, self.args = lib, args
         self.callback = lib.llama_log_callback(lambda *_: None)
