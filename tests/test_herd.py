@@ -189,6 +189,17 @@ def test_a_herd_on_a_model(model):
         assert all(h.result(60) for h in noise)
 
 
+def test_a_grammar_that_ends_ends_the_text_even_where_end_tokens_are_ignored(model):
+    with Herd(model, n_ctx=512, max_sequences=2, n_threads=1, n_threads_batch=1) as herd:
+        for sampling in (
+            SamplingConfig(grammar='root ::= "ab"'),
+            SamplingConfig(json_schema='{"const": "ab"}'),
+        ):
+            request = GenerationRequest("once", max_tokens=20, sampling=sampling, ignore_eos=True)
+            found = herd.generate(request).completions[0]
+            assert (found.text.strip('"'), found.finish_reason) == ("ab", "stop")
+
+
 def test_unknown_parameters_name_the_nearest(model):
     with pytest.raises(UnknownParameterError) as error:
         Herd(model, n_thread=2)

@@ -106,7 +106,7 @@ def test_a_result_without_completions_has_an_empty_text():
     "sampling",
     [
         {"grammar": 'root ::= "x"'},
-        {"json_schema": {}},
+        {"json_schema": "{}"},
         {"logit_bias": {3: -1.0}},
         {"repeat_penalty": 1.1},
         {"frequency_penalty": 0.5},
@@ -118,3 +118,8 @@ def test_beams_refuse_what_they_would_not_follow(sampling):
     GenerationRequest("x", sampling=SamplingConfig(**sampling))
     with pytest.raises(InvalidParameterError, match="own distribution"):
         GenerationRequest("x", beams=2, sampling=SamplingConfig(**sampling))
+
+
+def test_a_schema_is_text():
+    with pytest.raises(InvalidParameterError, match=r"json\.dumps"):
+        SamplingConfig(json_schema={"type": "object"})

@@ -176,8 +176,11 @@ class SamplingConfig:
         _number("mirostat_tau", self.mirostat_tau, 0, 1e3)
         _number("mirostat_eta", self.mirostat_eta, 0, 1e3)
         _number("min_keep", self.min_keep, 0, 2**31 - 1, integer=True)
-        if self.json_schema is not None and self.grammar is not None:
-            raise InvalidParameterError("json_schema", self.json_schema[:80], "not beside a grammar")
+        if self.json_schema is not None:
+            if not isinstance(self.json_schema, str):
+                raise InvalidParameterError("json_schema", self.json_schema, "JSON text: json.dumps(schema)")
+            if self.grammar is not None:
+                raise InvalidParameterError("json_schema", self.json_schema[:80], "not beside a grammar")
         if self.seed is not None:
             _number("seed", self.seed, 0, 2**32 - 1, integer=True)
         self._check_texts()

@@ -16,6 +16,9 @@ from .conftest import Server, serving
 
 pytestmark = pytest.mark.real
 
+# cells of its own for every sequence: its tokens depend on nobody else, to the last bit
+EXACT = ("--max-sequences", "16", "--n-ctx", "16384", "--set", "kv_unified=false")
+
 
 def bodies(count: int, tokens: int) -> list[dict[str, Any]]:
     """Greedy and seeded streams; half of them chats that share a system message."""
@@ -110,17 +113,17 @@ async def _status(server: Server) -> dict[str, Any]:
 
 
 def test_three_kills(demo_model_path: Path) -> None:
-    with serving("--max-sequences", "16", "--heartbeat-timeout", "60") as server:
+    with serving(*EXACT, "--heartbeat-timeout", "60") as server:
         asyncio.run(run(server, count=6, tokens=40, kills=3, seed=1))
 
 
 def test_a_stopped_worker_is_replaced_under_the_streams(demo_model_path: Path) -> None:
-    with serving("--max-sequences", "16", "--heartbeat-timeout", "3") as server:
+    with serving(*EXACT, "--heartbeat-timeout", "3") as server:
         asyncio.run(run(server, count=3, tokens=30, kills=1, seed=2, stop=True))
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3000)
 def test_sixteen_streams_and_twenty_kills(demo_model_path: Path) -> None:
-    with serving("--max-sequences", "16", "--heartbeat-timeout", "60") as server:
+    with serving(*EXACT, "--heartbeat-timeout", "60") as server:
         asyncio.run(run(server, count=16, tokens=150, kills=20, seed=3))

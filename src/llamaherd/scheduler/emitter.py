@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.protocol import Engine, FloatArray, TokenSampler
-from ..errors import LlamaherdError
+from ..errors import GrammarError, LlamaherdError
 from ..logits import check_finite, log_normalizers, top_k
 from ..types import Completion, Failed, Finished, FinishReason, Logprob, Token
 from .draws import uniform
@@ -67,8 +67,12 @@ class Emitter:
         group, request = candidate.group, candidate.group.request
         sampler = self._intake.sampler(candidate)
         draw = uniform(group.seed, candidate.index, len(candidate.tokens))
+        complete = False
         if request.ignore_eos:
-            token = self._sample_without(self._end_tokens, sampler, logits, draw)
+            try:
+                token = self._sample_without(self._end_tokens, sampler, logits, draw)
+            except GrammarError:  # the text that the grammar describes is complete: only an end fits
+                token, complete = sampler.sample(logits, draw), True
         else:
             token = sampler.sample(logits, draw)
         sampler.accept(token)
@@ -76,7 +80,7 @@ class Emitter:
         logprob = float(logits[token]) - norm
         candidate.tokens.append(token)
         candidate.logprobs.append(logprob)
-        ends = token in group.end_tokens
+        ends = complete or token in group.end_tokens
         full = len(candidate.tokens) >= group.max_tokens
         piece = self._intake.piece(group, token)
         delta = candidate.stream.push(piece, final=ends or full)
