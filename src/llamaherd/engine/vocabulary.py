@@ -17,6 +17,7 @@ from ..types import Prompt, PromptPart
 __all__ = ["Vocabulary"]
 
 _CONTROL = 1 << 3  # LLAMA_TOKEN_ATTR_CONTROL
+_PARSED = _CONTROL | 1 << 0  # and LLAMA_TOKEN_ATTR_UNKNOWN: what only parse_special reads from a text
 
 
 class Vocabulary:
@@ -73,10 +74,10 @@ class Vocabulary:
         return bool(native.token_attributes(self._model, token) & _CONTROL)
 
     def control_texts(self) -> dict[str, int]:
-        """The texts of all control tokens and their ids."""
+        """The texts of all control tokens (the unknown token too) and their ids."""
         found = {}
         for token in range(self.n_tokens):
-            if native.token_attributes(self._model, token) & _CONTROL:
+            if native.token_attributes(self._model, token) & _PARSED:
                 found[native.token_piece(self._model, token, special=True).decode("utf-8", "replace")] = token
         return found
 
