@@ -1,0 +1,102 @@
+#include "capi.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "matmul.h"
+
+using namespace llamaherd;
+
+namespace {
+
+const Level * const all[] = {
+#if defined(__x86_64__)
+    &level_avx512vnni, &level_avxvnni, &level_avx2,
+#endif
+    &level_emulated16, &level_emulated8,
+};
+
+const Level * find(const char * name) {
+    for (const Level * level : all)
+        if (std::strcmp(level->name, name) == 0) return level;
+    return nullptr;
+}
+
+const Kernel * find(const char * name, int type) {
+    const Level * level = find(name);
+    return level ? find_kernel(*level, type) : nullptr;
+}
+
+}  // namespace
+
+const char * llamaherd_kernels_levels() {
+#if defined(__x86_64__)
+    return "avx512vnni avxvnni avx2 emulated16 emulated8";
+#else
+    return "emulated16 emulated8";
+#endif
+}
+
+int llamaherd_kernels_runs(const char * name) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (!std::strcmp(name, "avx2")) return avx2;
+    if (!std::strcmp(name, "avxvnni")) return avx2 && __builtin_cpu_supports("avxvnni");
+    if (!std::strcmp(name, "avx512vnni"))
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512vnni");
+#endif
+    return find(name) != nullptr && !std::strncmp(name, "emulated", 8);
+}
+
+const char * llamaherd_kernels_install(void * handle, const char * name, uint64_t types) {
+    const Level * level = find(name);
+    return level ? install(handle, *level, types) : "no such level";
+}
+
+void llamaherd_kernels_counts(int64_t * out) { counts(out); }
+
+size_t llamaherd_kernels_packed_bytes(const char * level, int type, int64_t K, int64_t N) {
+    const Kernel * kernel = find(level, type);
+    return kernel && K > 0 && N > 0 && K % kernel->block == 0 ? kernel->packed_bytes(K, N) : 0;
+}
+
+void llamaherd_kernels_pack(const char * level, int type, int64_t K, int64_t N, const void * weights, void * packed) {
+    const Kernel * kernel = find(level, type);
+    const int columns = find(level)->columns;
+    kernel->pack(static_cast<const uint8_t *>(weights),
+                 static_cast<size_t>(K / kernel->block) * static_cast<size_t>(kernel->block_bytes), K, N, 0,
+                 (N + columns - 1) / columns, static_cast<uint8_t *>(packed));
+}
+
+void llamaherd_kernels_multiply(const char * level, int type, int64_t K, int64_t N, int64_t M, const void * packed,
+                                const float * x, float * out, int threads, int repeat) {
+    const Kernel * kernel = find(level, type);
+    const int columns = find(level)->columns;
+    const size_t bytes = kernel->row_bytes(K);
+    const int64_t strips = (N + columns - 1) / columns;
+    const auto work = [&](int i) {
+        uint8_t * prepared = static_cast<uint8_t *>(std::aligned_alloc(64, (static_cast<size_t>(M) * bytes + 127) & ~size_t{63}));
+        std::vector<Row> rows(static_cast<size_t>(M));
+        for (int r = 0; r < repeat; ++r) {
+            for (int64_t m = 0; m < M; ++m) {
+                const float * from = x + m * K;
+                if (bytes) kernel->prepare(from, K, prepared + static_cast<size_t>(m) * bytes);
+                rows[static_cast<size_t>(m)] = {bytes ? prepared + static_cast<size_t>(m) * bytes
+                                                      : reinterpret_cast<const uint8_t *>(from),
+                                                out + m * N};
+            }
+            kernel->multiply(static_cast<const uint8_t *>(packed), K, N, strips * i / threads,
+                             strips * (i + 1) / threads, rows.data(), M);
+        }
+        std::free(prepared);
+    };
+    std::vector<std::thread> others;
+    for (int i = 1; i < threads; ++i) others.emplace_back(work, i);
+    work(0);
+    for (std::thread & other : others) other.join();
+}

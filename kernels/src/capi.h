@@ -1,0 +1,30 @@
+// What Python calls, by ctypes.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "level.h"
+
+namespace llamaherd {
+const char * install(void * handle, const Level & level, uint64_t types);
+void counts(int64_t * out);
+}  // namespace llamaherd
+
+#define LLAMAHERD_API extern "C" __attribute__((visibility("default")))
+
+// names of the levels that are built in, best first, separated by spaces
+LLAMAHERD_API const char * llamaherd_kernels_levels();
+// 1 if this CPU has the level's instructions
+LLAMAHERD_API int llamaherd_kernels_runs(const char * level);
+// "" or why not. handle: dlopen's, of libllama; types: one bit for each ggml_type
+LLAMAHERD_API const char * llamaherd_kernels_install(void * handle, const char * level, uint64_t types);
+// tensors packed, products computed
+LLAMAHERD_API void llamaherd_kernels_counts(int64_t * out);
+// bytes of packed weights, or 0: the level has no such kernel, or K is no multiple of its block
+LLAMAHERD_API size_t llamaherd_kernels_packed_bytes(const char * level, int type, int64_t K, int64_t N);
+LLAMAHERD_API void llamaherd_kernels_pack(const char * level, int type, int64_t K, int64_t N, const void * weights,
+                                          void * packed);
+// out[M, N] = x[M, K] times packed weights; strips [first, last) of each repetition's matrix
+LLAMAHERD_API void llamaherd_kernels_multiply(const char * level, int type, int64_t K, int64_t N, int64_t M,
+                                              const void * packed, const float * x, float * out, int threads,
+                                              int repeat);

@@ -1,0 +1,442 @@
+// Products of packed weights with rows of activations, written once over the vector wrappers V (simd/*.h).
+//
+// Each lane of a vector is a row of the weights (a column of the result): four consecutive values of each of V::lanes
+// rows lie in one vector, so that a dot product needs no sum across lanes. Two vectors wide, a strip holds all blocks
+// of 2 x lanes weight rows, one after the other: one stream for the prefetcher.
+//
+// Every element of the result is summed in one order, block by block, whatever M, the strip or the thread: results
+// are bitwise the same alone and in any batch.
+#pragma once
+#include "formats.h"
+#include "level.h"
+
+namespace llamaherd {
+namespace {
+
+constexpr int panels = 2;
+constexpr int64_t row_block_bytes = 128 * 1024;  // activations that stay in the L2 cache while strips pass by
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// where the parts of a block lie in a strip, and of a prepared row
+template <class V, class F>
+struct Layout {
+    static constexpr int columns = V::lanes * panels;
+    static constexpr int units = F::block / 32, subs = F::block / F::sub;
+    static constexpr int vector = V::lanes * 4;
+    static constexpr int unit_bytes = (F::low + F::high) * panels * vector;
+    // scale and minimum of two bits or four in one byte (Q2_K), else a byte each
+    static constexpr bool nibble_scales = F::int_scale && F::int_min && F::low == 2;
+    static constexpr int scales = units * unit_bytes;
+    static constexpr int mins = scales + (F::int_scale && !nibble_scales ? subs * columns : 0);
+    static constexpr int d = mins + (F::int_min ? subs * columns : 0);
+    static constexpr int m = d + 2 * columns;
+    static constexpr int bytes = m + (F::float_min || F::int_min ? 2 * columns : 0);
+
+    static constexpr bool fused_sign = F::is_signed && V::fused;  // signed weights become unsigned ones + 128
+    static constexpr bool biased = fused_sign || (!F::is_signed && F::zero != 0);
+    static constexpr int bias = fused_sign ? 128 : F::zero;
+    // groups of four values that may be summed in 16 bits, within a sub-block
+    static constexpr int limit = V::fused || F::is_signed                ? 8
+                                 : 32767 / (2 * 127 * F::maximum) >= 8 ? 8
+                                 : 32767 / (2 * 127 * F::maximum) >= 4 ? 4
+                                                                       : 2;
+    static constexpr int period = limit < F::sub / 4 ? limit : F::sub / 4;
+
+    // a prepared row: q[K], d[K / block], then what the format needs
+    static int64_t row_sums(int64_t K) { return K + K / F::block * 4; }                    // float[K / 32]
+    static int64_t row_bias(int64_t K) { return row_sums(K) + (F::float_min ? K / 8 : 0); }  // int32[K / (4 period)]
+    static int64_t row_subs(int64_t K) { return row_bias(K) + (biased ? K / period : 0); }   // int16[K / sub]
+    static int64_t row_bytes(int64_t K) { return padded(row_subs(K) + (F::int_min ? K / F::sub * 2 : 0), 64); }
+};
+
+template <class V, class F>
+struct Quantised {
+    using L = Layout<V, F>;
+    using Int = typename V::Int;
+    using Float = typename V::Float;
+
+    static void prepare(const float * x, int64_t K, uint8_t * row) {
+        int8_t * q = reinterpret_cast<int8_t *>(row);
+        float * d = reinterpret_cast<float *>(row + K);
+        float * sums = reinterpret_cast<float *>(row + L::row_sums(K));
+        int32_t * bias = reinterpret_cast<int32_t *>(row + L::row_bias(K));
+        int16_t * subs = reinterpret_cast<int16_t *>(row + L::row_subs(K));
+        for (int64_t b = 0; b < K / F::block; ++b) {
+            const uint32_t bits = V::max_abs_bits(x + b * F::block, F::block);
+            const float largest = float_from_bits(bits);
+            // a scale below 2^-126 x 127 would make its inverse infinite: such a block is zero
+            const bool zero = largest < 0x1p-118f;
+            const bool finite = bits < 0x7f800000;
+            d[b] = finite ? (zero ? 0.0f : largest / 127.0f) : float_from_bits(0x7fc00000);
+            const float inverse = finite && !zero ? 127.0f / largest : 0.0f;
+            for (int u = 0; u < L::units; ++u) {
+                const int64_t k = b * F::block + u * 32;
+                int32_t pairs[8];
+                if (finite)
+                    V::quantise32(x + k, inverse, q + k);
+                else
+                    std::memset(q + k, 0, 32);
+                if (!L::biased && !F::float_min && !F::int_min) continue;
+                V::pair_sums(q + k, pairs);
+                if (F::float_min) sums[k / 32] = d[b] * static_cast<float>(total(pairs, 8));
+                if (F::int_min)
+                    for (int s = 0; s < 32 / F::sub; ++s)
+                        subs[k / F::sub + s] = static_cast<int16_t>(total(pairs + s * (F::sub / 4), F::sub / 4));
+                if (L::biased)
+                    for (int g = 0; g < 8; g += L::period) bias[(k / 4 + g) / L::period] = bias_of(pairs + g);
+            }
+        }
+    }
+
+    static int total(const int32_t * pairs, int n) {
+        int sum = 0;
+        for (int i = 0; i < n; ++i) sum += static_cast<int16_t>(pairs[i]) + (pairs[i] >> 16);
+        return sum;
+    }
+    // what the sum starts from, so that it ends as if the bias had been subtracted from each weight
+    static int32_t bias_of(const int32_t * pairs) {
+        if (V::fused) return -L::bias * total(pairs, L::period);
+        int even = 0, odd = 0;
+        for (int i = 0; i < L::period; ++i) {
+            even += static_cast<int16_t>(pairs[i]);
+            odd += pairs[i] >> 16;
+        }
+        return static_cast<int32_t>((static_cast<uint32_t>(-L::bias * even) & 0xffff) |
+                                    static_cast<uint32_t>(-L::bias * odd) << 16);
+    }
+
+    static void pack(const uint8_t * weights, size_t row_bytes, int64_t K, int64_t N, int64_t first, int64_t last,
+                     uint8_t * packed) {
+        const int64_t blocks = K / F::block;
+        for (int64_t strip = first; strip < last; ++strip) {
+            uint8_t * to = packed + strip * blocks * L::bytes;
+            std::memset(to, 0, static_cast<size_t>(blocks * L::bytes));
+            for (int c = 0; c < L::columns && strip * L::columns + c < N; ++c) {
+                const uint8_t * from = weights + static_cast<size_t>(strip * L::columns + c) * row_bytes;
+                for (int64_t b = 0; b < blocks; ++b) pack_block(from + b * F::bytes, c, to + b * L::bytes);
+            }
+        }
+    }
+
+    static void pack_block(const uint8_t * from, int c, uint8_t * to) {
+        Decoded block;
+        F::decode(from, block);
+        const int panel = c / V::lanes, lane = c % V::lanes;
+        for (int u = 0; u < L::units; ++u) {
+            uint8_t * unit = to + u * L::unit_bytes + panel * L::vector + lane * 4;
+            for (int g = 0; g < 8; ++g) {
+                uint32_t v;
+                std::memcpy(&v, block.q + u * 32 + g * 4, 4);
+                constexpr int in_low = 8 / F::low, in_high = F::high ? 8 / F::high : 1;
+                constexpr uint32_t low_mask = 0x01010101u * ((1 << F::low) - 1);
+                put(unit + (F::high + g / in_low) * panels * L::vector, (v & low_mask) << (F::low * (g % in_low)));
+                if (F::high) {
+                    const uint32_t h = v >> F::low & 0x01010101u * ((1 << F::high) - 1);
+                    put(unit + (g / in_high) * panels * L::vector, h << (F::high * (g % in_high)));
+                }
+            }
+        }
+        for (int s = 0; s < L::subs; ++s) {
+            const int pair = s / 2 * 2 * L::columns + 2 * c + s % 2;  // minimums: two sub-blocks side by side
+            if (L::nibble_scales) {
+                to[L::mins + pair] = static_cast<uint8_t>(block.scale[s] | block.min[s] << 4);
+            } else {
+                if (F::int_scale) to[L::scales + s * L::columns + c] = static_cast<uint8_t>(block.scale[s]);
+                if (F::int_min) to[L::mins + pair] = block.min[s];
+            }
+        }
+        std::memcpy(to + L::d + 2 * c, &block.d, 2);
+        if (F::float_min || F::int_min) std::memcpy(to + L::m + 2 * c, &block.m, 2);
+    }
+    static void put(uint8_t * at, uint32_t bits) {
+        uint32_t v;
+        std::memcpy(&v, at, 4);
+        v |= bits;
+        std::memcpy(at, &v, 4);
+    }
+
+    // group g (four values of each lane) of a unit
+    static inline __attribute__((always_inline)) Int unpack(const uint8_t * unit, int g, int p, Int table) {
+        const int in_low = 8 / F::low;
+        const Int raw = V::load(unit + ((F::high + g / in_low) * panels + p) * L::vector);
+        if (F::low == 8) return L::fused_sign ? V::bit_xor(raw, V::bytes(0x80)) : raw;
+        const int low_shift = F::low * (g % in_low);
+        Int w = V::bit_and(low_shift ? V::right(raw, low_shift) : raw, V::bytes((1 << F::low) - 1));
+        if (F::high) {
+            const int in_high = F::high ? 8 / F::high : 1;
+            const Int h = V::load(unit + ((g / in_high) * panels + p) * L::vector);
+            const int shift = F::high * (g % in_high) - F::low;
+            const Int moved = shift > 0 ? V::right(h, shift) : shift < 0 ? V::left(h, -shift) : h;
+            w = V::bit_or(w, V::bit_and(moved, V::bytes(((1 << F::high) - 1) << F::low)));
+        }
+        if (F::has_table) w = V::lookup(table, w);
+        if (F::low != 8 && L::fused_sign) w = V::bit_xor(w, V::bytes(0x80));
+        return w;
+    }
+
+    static inline __attribute__((always_inline)) Int scale_of(const uint8_t * block, int s, int p) {
+        if (!L::nibble_scales) return V::load_i8(block + L::scales + s * L::columns + p * V::lanes);
+        const Int both = V::load_u16(block + L::mins + (s / 2) * 2 * L::columns + p * 2 * V::lanes);
+        return V::bit_and(s % 2 ? V::right32(both, 8) : both, V::set1(15));
+    }
+
+    template <int M>
+    static void tile(const uint8_t * strip, int64_t K, const Row * rows, float (*results)[L::columns]) {
+        const uint8_t * act[M];
+        for (int m = 0; m < M; ++m) act[m] = rows[m].activations;
+        const int64_t blocks = K / F::block;
+        const int64_t at_sums = L::row_sums(K), at_bias = L::row_bias(K), at_subs = L::row_subs(K);
+        const Int table = F::has_table ? V::table(F::values) : V::zero();
+        Float total[panels][M];
+#pragma GCC unroll 16
+        for (int p = 0; p < panels; ++p)
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) total[p][m] = V::zero_float();
+
+        for (int64_t b = 0; b < blocks; ++b, strip += L::bytes) {
+            Int sum[panels][M];
+#pragma GCC unroll 16
+            for (int p = 0; p < panels; ++p)
+#pragma GCC unroll 16
+                for (int m = 0; m < M; ++m) sum[p][m] = V::zero();
+            for (int u = 0; u < L::units; ++u) {
+                const uint8_t * unit = strip + u * L::unit_bytes;
+                const int64_t k = b * F::block + u * 32;
+                Int part[panels][M];
+#pragma GCC unroll 8
+                for (int g = 0; g < 8; ++g) {
+                    if (g % L::period == 0) {
+#pragma GCC unroll 16
+                        for (int m = 0; m < M; ++m) {
+                            const Int start =
+                                L::biased ? V::broadcast(act[m] + at_bias + (k / 4 + g) / L::period * 4) : V::zero();
+#pragma GCC unroll 16
+                            for (int p = 0; p < panels; ++p) part[p][m] = start;
+                        }
+                    }
+                    Int w[panels];
+#pragma GCC unroll 16
+                    for (int p = 0; p < panels; ++p) w[p] = unpack(unit, g, p, table);
+#pragma GCC unroll 16
+                    for (int m = 0; m < M; ++m) {
+                        const Int a = V::broadcast(act[m] + k + 4 * g);
+#pragma GCC unroll 16
+                        for (int p = 0; p < panels; ++p) {
+                            if (V::fused)
+                                part[p][m] = V::dot_fused(part[p][m], w[p], a);
+                            else if (F::is_signed)
+                                part[p][m] = V::dot_signed(part[p][m], w[p], a);
+                            else
+                                part[p][m] = V::dot_pairs(part[p][m], w[p], a);
+                        }
+                    }
+                    if ((g + 1) % L::period == 0) {
+#pragma GCC unroll 16
+                        for (int p = 0; p < panels; ++p) {
+                            Int scale = V::ones16();
+                            constexpr bool wide = V::fused || F::is_signed;
+                            if (F::int_scale) {
+                                scale = scale_of(strip, (u * 32 + 4 * g) / F::sub, p);
+                                if (!wide) scale = V::twice16(scale);
+                            }
+#pragma GCC unroll 16
+                            for (int m = 0; m < M; ++m) {
+                                Int v = part[p][m];
+                                if (!wide)
+                                    v = V::madd16(v, scale);
+                                else if (F::int_scale)
+                                    v = V::multiply(v, scale);
+                                sum[p][m] = V::add(sum[p][m], v);
+                            }
+                        }
+                    }
+                }
+            }
+            Int low[panels][M];
+            if (F::int_min) {
+#pragma GCC unroll 16
+                for (int p = 0; p < panels; ++p)
+#pragma GCC unroll 16
+                    for (int m = 0; m < M; ++m) low[p][m] = V::zero();
+                for (int s = 0; s < L::subs; s += 2)
+#pragma GCC unroll 16
+                    for (int p = 0; p < panels; ++p) {
+                        Int mins = V::load_u8_pairs(strip + L::mins + s * L::columns + p * 2 * V::lanes);
+                        if (L::nibble_scales) mins = V::right(mins, 4);
+#pragma GCC unroll 16
+                        for (int m = 0; m < M; ++m) {
+                            const Int a = V::broadcast(act[m] + at_subs + (b * L::subs + s) * 2);
+                            low[p][m] = V::add(low[p][m], V::madd16(mins, a));
+                        }
+                    }
+            }
+#pragma GCC unroll 16
+            for (int p = 0; p < panels; ++p) {
+                const uint8_t * at = strip + L::d + p * 2 * V::lanes;
+                const Float d = F::bf16_scale ? V::load_bf16(at) : V::load_f16(at);
+                Float least = d;
+                if (F::float_min || F::int_min) least = V::load_f16(strip + L::m + p * 2 * V::lanes);
+#pragma GCC unroll 16
+                for (int m = 0; m < M; ++m) {
+                    const float a = read_float(act[m] + K + b * 4);
+                    total[p][m] = V::fma(V::to_float(sum[p][m]), V::multiply_float(d, V::set1_float(a)), total[p][m]);
+                    if (F::float_min)
+                        total[p][m] = V::fma(least, V::set1_float(read_float(act[m] + at_sums + b * 4)), total[p][m]);
+                    if (F::int_min)
+                        total[p][m] = V::fma(V::to_float(low[p][m]), V::multiply_float(least, V::set1_float(-a)),
+                                             total[p][m]);
+                }
+            }
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+            for (int p = 0; p < panels; ++p) V::store(results[m] + p * V::lanes, total[p][m]);
+    }
+    static float read_float(const uint8_t * p) {
+        float f;
+        std::memcpy(&f, p, 4);
+        return f;
+    }
+    static constexpr int64_t strip_bytes(int64_t K) { return K / F::block * L::bytes; }
+    static size_t row_bytes(int64_t K) { return static_cast<size_t>(L::row_bytes(K)); }
+    static constexpr int block = F::block, block_bytes = F::bytes, max_rows = V::max_rows;
+};
+
+// weights of 16-bit floats with activations of 32 bits: no rounding but that of the weights
+template <class V, class F>
+struct Plain {
+    struct L {
+        static constexpr int columns = V::lanes * panels;
+    };
+    using Float = typename V::Float;
+    static constexpr int block = 1, block_bytes = 2, max_rows = V::max_rows == 4 ? 6 : V::max_rows;
+    static constexpr int64_t strip_bytes(int64_t K) { return K * L::columns * 2; }
+    static size_t row_bytes(int64_t) { return 0; }
+    static void prepare(const float *, int64_t, uint8_t *) {}
+
+    static void pack(const uint8_t * weights, size_t row_bytes, int64_t K, int64_t N, int64_t first, int64_t last,
+                     uint8_t * packed) {
+        for (int64_t strip = first; strip < last; ++strip) {
+            uint8_t * to = packed + strip * strip_bytes(K);
+            const int64_t rows = smaller(L::columns, N - strip * L::columns);
+            if (rows < L::columns) std::memset(to, 0, static_cast<size_t>(strip_bytes(K)));
+            // sixteen columns at a time: the writes stay in the cache
+            for (int64_t k0 = 0; k0 < K; k0 += 16)
+                for (int64_t c = 0; c < rows; ++c) {
+                    const uint8_t * from = weights + static_cast<size_t>(strip * L::columns + c) * row_bytes;
+                    for (int64_t k = k0; k < smaller(K, k0 + 16); ++k)
+                        std::memcpy(to + (k * L::columns + c) * 2, from + 2 * k, 2);
+                }
+        }
+    }
+
+    template <int M>
+    static void tile(const uint8_t * strip, int64_t K, const Row * rows, float (*results)[L::columns]) {
+        const float * x[M];
+        for (int m = 0; m < M; ++m) x[m] = reinterpret_cast<const float *>(rows[m].activations);
+        Float total[panels][M];
+#pragma GCC unroll 16
+        for (int p = 0; p < panels; ++p)
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) total[p][m] = V::zero_float();
+        for (int64_t k = 0; k < K; ++k, strip += L::columns * 2) {
+            Float w[panels];
+#pragma GCC unroll 16
+            for (int p = 0; p < panels; ++p) {
+                const uint8_t * at = strip + p * 2 * V::lanes;
+                w[p] = F::bf16 ? V::load_bf16(at) : V::load_f16(at);
+            }
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) {
+                const Float a = V::set1_float(x[m][k]);
+#pragma GCC unroll 16
+                for (int p = 0; p < panels; ++p) total[p][m] = V::fma(w[p], a, total[p][m]);
+            }
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+            for (int p = 0; p < panels; ++p) V::store(results[m] + p * V::lanes, total[p][m]);
+    }
+};
+
+template <class Q, int M>
+static __attribute__((noinline)) void run_tile(const uint8_t * strip, int64_t K, const Row * rows, int64_t column,
+                                               int64_t width) {
+    alignas(64) float results[M][Q::L::columns];
+    Q::template tile<M>(strip, K, rows, results);
+    for (int m = 0; m < M; ++m)
+        std::memcpy(rows[m].out + column, results[m], static_cast<size_t>(width) * sizeof(float));
+}
+
+template <class Q>
+static void multiply(const uint8_t * packed, int64_t K, int64_t N, int64_t first, int64_t last, const Row * rows,
+                     int64_t M) {
+    const int64_t bytes = Q::row_bytes(K) ? static_cast<int64_t>(Q::row_bytes(K)) : K * 4;
+    int64_t many = row_block_bytes / bytes / Q::max_rows * Q::max_rows;
+    if (many < 4 * Q::max_rows) many = 4 * Q::max_rows;
+    for (int64_t begin = 0; begin < M; begin += many) {
+        const int64_t end = smaller(begin + many, M);
+        for (int64_t strip = first; strip < last; ++strip) {
+            const uint8_t * at = packed + strip * Q::strip_bytes(K);
+            const int64_t column = strip * Q::L::columns, width = smaller(Q::L::columns, N - column);
+            for (int64_t m = begin; m < end;) {
+                // tiles of nearly equal heights
+                const int64_t left = end - m, tiles = (left + Q::max_rows - 1) / Q::max_rows;
+                const int64_t height = (left + tiles - 1) / tiles;
+                switch (height) {
+                    case 1: run_tile<Q, 1>(at, K, rows + m, column, width); break;
+                    case 2: run_tile<Q, 2>(at, K, rows + m, column, width); break;
+                    default:
+                        if constexpr (Q::max_rows >= 4) {
+                            if (height == 3) run_tile<Q, 3>(at, K, rows + m, column, width);
+                            if (height == 4) run_tile<Q, 4>(at, K, rows + m, column, width);
+                        }
+                        if constexpr (Q::max_rows >= 6) {
+                            if (height == 5) run_tile<Q, 5>(at, K, rows + m, column, width);
+                            if (height == 6) run_tile<Q, 6>(at, K, rows + m, column, width);
+                        }
+                }
+                m += height;
+            }
+        }
+    }
+}
+
+template <class Q>
+static size_t packed_bytes(int64_t K, int64_t N) {
+    return static_cast<size_t>((N + Q::L::columns - 1) / Q::L::columns * Q::strip_bytes(K));
+}
+
+template <class Q, class F>
+static constexpr Kernel kernel() {
+    return {F::type,       Q::block,     Q::block_bytes, packed_bytes<Q>, Q::pack,
+            Q::row_bytes,  Q::prepare,   multiply<Q>};
+}
+
+template <class V>
+struct Kernels {
+    static constexpr Kernel all[] = {
+        kernel<Quantised<V, Q4_0>, Q4_0>(),     kernel<Quantised<V, Q4_1>, Q4_1>(),
+        kernel<Quantised<V, Q5_0>, Q5_0>(),     kernel<Quantised<V, Q5_1>, Q5_1>(),
+        kernel<Quantised<V, Q8_0>, Q8_0>(),     kernel<Quantised<V, IQ4_NL>, IQ4_NL>(),
+        kernel<Quantised<V, MXFP4>, MXFP4>(),   kernel<Quantised<V, Q4_K>, Q4_K>(),
+        kernel<Quantised<V, Q5_K>, Q5_K>(),     kernel<Quantised<V, Q6_K>, Q6_K>(),
+        kernel<Quantised<V, Q2_K>, Q2_K>(),     kernel<Quantised<V, Q3_K>, Q3_K>(),
+        kernel<Quantised<V, IQ4_XS>, IQ4_XS>(), kernel<Plain<V, F16>, F16>(),
+        kernel<Plain<V, BF16>, BF16>(),
+    };
+};
+
+}  // namespace
+}  // namespace llamaherd
+
+// defines the Level of one file
+#define LLAMAHERD_LEVEL(NAME, SIMD)                                                                     \
+    const llamaherd::Level llamaherd::level_##NAME = {                                                   \
+        #NAME, SIMD::lanes * llamaherd::panels,                                                          \
+        static_cast<int>(sizeof(llamaherd::Kernels<SIMD>::all) / sizeof(llamaherd::Kernel)),             \
+        llamaherd::Kernels<SIMD>::all}

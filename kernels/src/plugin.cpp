@@ -1,0 +1,176 @@
+// The buffer type that holds packed weights, and the traits by which llama.cpp's CPU backend calls our products.
+//
+// llama.cpp asks the CPU's extra buffer types, first come first served, which of them wants a weight. Ours stands at
+// the front of that list; what it does not want goes to llama.cpp's own.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "capi.h"
+#include "ggml_abi.h"
+#include "matmul.h"
+
+namespace llamaherd {
+namespace {
+
+const Level * level = nullptr;
+uint64_t types = 0;  // one bit a ggml_type
+std::atomic<int64_t> packed_tensors{0}, products{0};
+
+const Kernel * kernel_of(const Tensor * w) {
+    if (w->type < 0 || w->type >= 64 || !(types >> w->type & 1)) return nullptr;
+    const Kernel * kernel = find_kernel(*level, w->type);
+    if (!kernel || w->ne[0] % kernel->block || w->ne[3] != 1 || w->view_src) return nullptr;
+    const size_t row = static_cast<size_t>(w->ne[0] / kernel->block) * static_cast<size_t>(kernel->block_bytes);
+    const bool contiguous = w->nb[1] == row && w->nb[2] == row * static_cast<size_t>(w->ne[1]);
+    return contiguous && w->ne[0] > 0 && w->ne[1] >= 8 ? kernel : nullptr;
+}
+
+size_t packed_size(const Kernel & kernel, const Tensor * w) {
+    return kernel.packed_bytes(w->ne[0], w->ne[1]) * static_cast<size_t>(w->ne[2]);
+}
+
+// ---- buffer type
+
+const char * type_title(BufferType *) { return "LLAMAHERD"; }
+
+size_t alignment(BufferType *) { return 64; }
+
+size_t alloc_size(BufferType *, const Tensor * t) {
+    const Kernel * kernel = t->op == operations.none ? kernel_of(t) : nullptr;
+    return std::max(ggml.nbytes(t), kernel ? packed_size(*kernel, t) : 0);
+}
+
+void set_tensor(Buffer *, Tensor * t, const void * data, size_t offset, size_t size) {
+    const Kernel * kernel = kernel_of(t);
+    if (!kernel || offset != 0 || size != ggml.nbytes(t)) {
+        std::memcpy(static_cast<char *>(t->data) + offset, data, size);
+        return;
+    }
+    const int64_t K = t->ne[0], N = t->ne[1];
+    const int64_t strips = (N + level->columns - 1) / level->columns, all = strips * t->ne[2];
+    const size_t one = kernel->packed_bytes(K, N);
+    const auto pack = [&](int64_t first, int64_t last) {
+        for (int64_t s = first; s < last; ++s) {
+            const int64_t matrix = s / strips, strip = s % strips;
+            kernel->pack(static_cast<const uint8_t *>(data) + static_cast<size_t>(matrix) * t->nb[2], t->nb[1], K, N, strip,
+                         strip + 1, static_cast<uint8_t *>(t->data) + static_cast<size_t>(matrix) * one);
+        }
+    };
+    const int64_t threads = std::min<int64_t>({4, std::max(1u, std::thread::hardware_concurrency()),
+                                               1 + static_cast<int64_t>(size >> 20)});
+    std::vector<std::thread> others;
+    for (int64_t i = 1; i < threads; ++i) others.emplace_back(pack, all * i / threads, all * (i + 1) / threads);
+    pack(0, all / threads);
+    for (std::thread & other : others) other.join();
+    packed_tensors++;
+}
+
+Buffer * alloc_buffer(BufferType * type, size_t size) {
+    Buffer * buffer = ggml.alloc_buffer(ggml.cpu_buffer_type(), size);
+    if (!buffer) return nullptr;
+    constexpr size_t huge = size_t{2} << 20;
+    const size_t begin = (reinterpret_cast<size_t>(buffer->get_base(buffer)) + huge - 1) & ~(huge - 1);
+    const size_t end = (reinterpret_cast<size_t>(buffer->get_base(buffer)) + size) & ~(huge - 1);
+    if (size > 2 * huge) madvise(reinterpret_cast<void *>(begin), end - begin, MADV_HUGEPAGE);
+    buffer->type = type;
+    buffer->set_tensor = set_tensor;
+    // the layout is ours: nobody may read it, or write parts of it
+    buffer->get_tensor = nullptr;
+    buffer->cpy_tensor = nullptr;
+    buffer->set_tensor_2d = nullptr;
+    buffer->get_tensor_2d = nullptr;
+    return buffer;
+}
+
+// ---- operations
+
+struct Extra;
+BufferType * buffer_type();
+
+bool ours(const Tensor * op) {
+    if (op->op != operations.mul_mat && op->op != operations.mul_mat_id) return false;
+    const Tensor * w = op->src[0];
+    return w && w->buffer && w->buffer->type == buffer_type();
+}
+
+// llama.cpp asks with tensors that have no data, some without a shape
+bool supported(const Tensor * op) {
+    if (!ours(op)) return false;
+    const Tensor *w = op->src[0], *x = op->src[1];
+    if (!kernel_of(w) || x->type != type_f32 || op->type != type_f32) return false;
+    if (x->buffer && !ggml.buft_is_host(x->buffer->type)) return false;
+    if (op->op == operations.mul_mat) return w->ne[2] == 1;
+    return op->src[2] && op->src[2]->type == type_i32;
+}
+
+struct Traits final : TensorTraits {
+    bool work_size(int threads, const Tensor * op, size_t & size) override {
+        const Kernel * kernel = kernel_of(op->src[0]);
+        if (!kernel) return false;
+        size = matmul_work_size(*kernel, threads, op);
+        return true;
+    }
+    bool compute_forward(ComputeParams * params, Tensor * op) override {
+        const Kernel * kernel = kernel_of(op->src[0]);
+        if (!kernel) return false;
+        if (params->ith == 0) products.fetch_add(1, std::memory_order_relaxed);
+        matmul(*level, *kernel, *params, op);
+        return true;
+    }
+};
+
+struct Extra final : ExtraBufferType {
+    Traits traits;
+    bool supports_op(void *, const Tensor * op) override { return supported(op); }
+    TensorTraits * get_tensor_traits(const Tensor * op) override { return ours(op) ? &traits : nullptr; }
+};
+
+BufferType * buffer_type() {
+    static Extra extra;
+    static BufferType type = {type_title, alloc_buffer, alignment, nullptr, alloc_size, nullptr,
+                              ggml.reg_dev_get(ggml.cpu_reg(), 0), &extra};
+    return &type;
+}
+
+// does llama.cpp ask us first?
+bool is_first() {
+    using List = BufferType ** (*)(void * device);
+    void * address = ggml.reg_get_proc_address(ggml.cpu_reg(), "ggml_backend_dev_get_extra_bufts");
+    List list;
+    std::memcpy(&list, &address, sizeof list);
+    if (!list) return false;
+    BufferType ** extras = list(ggml.reg_dev_get(ggml.cpu_reg(), 0));
+    return extras && extras[0] == buffer_type();
+}
+
+}  // namespace
+
+const char * install(void * handle, const Level & wanted, uint64_t enabled) {
+    if (level) return level == &wanted ? "" : "another level is already installed in this process";
+    const char * wrong = bind(handle);
+    if (*wrong) return wrong;
+    for (int i = 0; i < wanted.count; ++i) {
+        const Kernel & k = wanted.kernels[i];
+        if (ggml.type_size(k.type) != static_cast<size_t>(k.block_bytes) || ggml.blck_size(k.type) != k.block)
+            enabled &= ~(uint64_t{1} << k.type);
+    }
+    level = &wanted;
+    types = enabled;
+    std::vector<BufferType *> & list = ggml.extra_buffer_types();
+    list.insert(list.begin(), buffer_type());
+    if (is_first()) return "";
+    types = 0;  // in the list or not, nothing is taken
+    return "a model was loaded before: llama.cpp made its list of buffer types, and ours cannot join it any more";
+}
+
+void counts(int64_t * out) {
+    out[0] = packed_tensors;
+    out[1] = products;
+}
+
+}  // namespace llamaherd

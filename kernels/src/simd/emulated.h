@@ -1,0 +1,191 @@
+// The vector wrappers in plain C++, with the semantics of the instructions (saturation and wrap-around too): so the
+// micro-kernels of a level run, and are tested, on CPUs that lack its instructions.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../half.h"
+
+namespace llamaherd {
+namespace {
+
+template <int Lanes, bool Fused>
+struct Emulated {
+    struct Int {
+        uint8_t b[4 * Lanes];
+    };
+    struct Float {
+        float f[Lanes];
+    };
+    static constexpr int lanes = Lanes;
+    static constexpr int max_rows = 2;
+    static constexpr bool fused = Fused;
+
+    template <class T>
+    static T get(const Int & a, int i) {
+        T v;
+        std::memcpy(&v, a.b + i * sizeof(T), sizeof(T));
+        return v;
+    }
+    template <class T>
+    static void put(Int & a, int i, T v) {
+        std::memcpy(a.b + i * sizeof(T), &v, sizeof(T));
+    }
+    template <class T, class Function>
+    static Int map(Function f) {
+        Int r;
+        for (int i = 0; i < 4 * Lanes / static_cast<int>(sizeof(T)); ++i) put<T>(r, i, static_cast<T>(f(i)));
+        return r;
+    }
+    static int16_t saturate(int v) { return static_cast<int16_t>(v > 32767 ? 32767 : v < -32768 ? -32768 : v); }
+
+    static Int load(const void * p) {
+        Int r;
+        std::memcpy(r.b, p, sizeof r.b);
+        return r;
+    }
+    static Int zero() { return set1(0); }
+    static Int set1(int32_t v) {
+        return map<int32_t>([&](int) { return v; });
+    }
+    static Int broadcast(const void * p) {
+        int32_t v;
+        std::memcpy(&v, p, 4);
+        return set1(v);
+    }
+    static Int bytes(int v) {
+        return map<uint8_t>([&](int) { return v; });
+    }
+    static Int bit_and(Int a, Int b) {
+        return map<uint8_t>([&](int i) { return a.b[i] & b.b[i]; });
+    }
+    static Int bit_or(Int a, Int b) {
+        return map<uint8_t>([&](int i) { return a.b[i] | b.b[i]; });
+    }
+    static Int bit_xor(Int a, Int b) {
+        return map<uint8_t>([&](int i) { return a.b[i] ^ b.b[i]; });
+    }
+    static Int right(Int a, int n) {
+        return map<uint16_t>([&](int i) { return get<uint16_t>(a, i) >> n; });
+    }
+    static Int left(Int a, int n) {
+        return map<uint16_t>([&](int i) { return get<uint16_t>(a, i) << n; });
+    }
+    static Int right32(Int a, int n) {
+        return map<uint32_t>([&](int i) { return get<uint32_t>(a, i) >> n; });
+    }
+    static Int table(const int8_t * t) {
+        return map<int8_t>([&](int i) { return t[i % 16]; });
+    }
+    static Int lookup(Int t, Int index) {
+        return map<uint8_t>(
+            [&](int i) { return index.b[i] & 0x80 ? 0 : t.b[(i & ~15) + (index.b[i] & 15)]; });
+    }
+    static Int add(Int a, Int b) {
+        return map<uint32_t>([&](int i) { return get<uint32_t>(a, i) + get<uint32_t>(b, i); });
+    }
+    static Int multiply(Int a, Int b) {
+        return map<uint32_t>([&](int i) { return get<uint32_t>(a, i) * get<uint32_t>(b, i); });
+    }
+    static int product(const Int & w, const Int & a, int i) { return w.b[i] * static_cast<int8_t>(a.b[i]); }
+    static Int dot_pairs(Int sum, Int w, Int a) {
+        return map<uint16_t>([&](int i) {
+            return get<uint16_t>(sum, i) + saturate(product(w, a, 2 * i) + product(w, a, 2 * i + 1));
+        });
+    }
+    static Int dot_signed(Int sum, Int w, Int a) {
+        return map<int32_t>([&](int i) {
+            int32_t r = get<int32_t>(sum, i);
+            for (int j = 4 * i; j < 4 * i + 4; ++j) r += static_cast<int8_t>(w.b[j]) * static_cast<int8_t>(a.b[j]);
+            return r;
+        });
+    }
+    static Int dot_fused(Int sum, Int w, Int a) {
+        return map<int32_t>([&](int i) {
+            int32_t r = get<int32_t>(sum, i);
+            for (int j = 4 * i; j < 4 * i + 4; ++j) r += product(w, a, j);
+            return r;
+        });
+    }
+    static Int madd16(Int a, Int b) {
+        return map<int32_t>([&](int i) {
+            return get<int16_t>(a, 2 * i) * get<int16_t>(b, 2 * i) +
+                   get<int16_t>(a, 2 * i + 1) * get<int16_t>(b, 2 * i + 1);
+        });
+    }
+    static Int ones16() {
+        return map<int16_t>([](int) { return 1; });
+    }
+    static Int load_i8(const void * p) {
+        return map<int32_t>([&](int i) { return static_cast<const int8_t *>(p)[i]; });
+    }
+    static Int load_u16(const void * p) {
+        return map<int32_t>([&](int i) {
+            uint16_t v;
+            std::memcpy(&v, static_cast<const char *>(p) + 2 * i, 2);
+            return v;
+        });
+    }
+    static Int load_u8_pairs(const void * p) {
+        return map<int16_t>([&](int i) { return static_cast<const uint8_t *>(p)[i]; });
+    }
+    static Int twice16(Int a) {
+        return map<int16_t>([&](int i) { return get<int16_t>(a, i & ~1); });
+    }
+    static Float zero_float() { return set1_float(0); }
+    static Float set1_float(float v) {
+        Float r;
+        for (float & x : r.f) x = v;
+        return r;
+    }
+    static Float to_float(Int a) {
+        Float r;
+        for (int i = 0; i < Lanes; ++i) r.f[i] = static_cast<float>(get<int32_t>(a, i));
+        return r;
+    }
+    static Float multiply_float(Float a, Float b) {
+        for (int i = 0; i < Lanes; ++i) a.f[i] *= b.f[i];
+        return a;
+    }
+    static Float fma(Float a, Float b, Float c) {
+        for (int i = 0; i < Lanes; ++i) a.f[i] = std::fma(a.f[i], b.f[i], c.f[i]);
+        return a;
+    }
+    static Float load_half(const void * p, float (*convert)(uint16_t)) {
+        Float r;
+        for (int i = 0; i < Lanes; ++i) {
+            uint16_t v;
+            std::memcpy(&v, static_cast<const char *>(p) + 2 * i, 2);
+            r.f[i] = convert(v);
+        }
+        return r;
+    }
+    static Float load_f16(const void * p) { return load_half(p, f16_to_float); }
+    static Float load_bf16(const void * p) { return load_half(p, bf16_to_float); }
+    static void store(float * p, Float v) { std::memcpy(p, v.f, sizeof v.f); }
+
+    static uint32_t max_abs_bits(const float * x, int n) {
+        uint32_t m = 0;
+        for (int i = 0; i < n; ++i) {
+            uint32_t bits;
+            std::memcpy(&bits, x + i, 4);
+            bits &= 0x7fffffff;
+            m = bits > m ? bits : m;
+        }
+        return m;
+    }
+    static void quantise32(const float * x, float inverse, int8_t * q) {
+        for (int i = 0; i < 32; ++i) q[i] = static_cast<int8_t>(std::lrintf(x[i] * inverse));
+    }
+    static void pair_sums(const int8_t * q, int32_t * sums) {
+        for (int g = 0; g < 8; ++g) {
+            const int16_t pair[2] = {static_cast<int16_t>(q[4 * g] + q[4 * g + 1]),
+                                     static_cast<int16_t>(q[4 * g + 2] + q[4 * g + 3])};
+            std::memcpy(sums + g, pair, 4);
+        }
+    }
+};
+
+}  // namespace
+}  // namespace llamaherd
