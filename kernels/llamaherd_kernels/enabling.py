@@ -1,0 +1,177 @@
+"""Switch the plug-in on, after its self-test has passed in a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .library import TYPES, available_levels, library_path, load
+
+__all__ = ["FASTER", "Status", "enable", "status"]
+
+LOGGER = logging.getLogger("llamaherd_kernels")
+LOGGER.addHandler(logging.NullHandler())
+
+FASTER: dict[str, tuple[str, ...]] = {
+    "avx2": tuple(TYPES),
+    "avxvnni": tuple(TYPES),
+    "avx512vnni": tuple(TYPES),
+}
+"""Types that are switched on by default: those that were measured faster than stock on the level."""
+
+_TEST_SECONDS = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """What runs, and why.
+
+    Attributes:
+        active: the plug-in computes.
+        level: its instruction set, or "".
+        types: the weight types that it takes.
+        reason: why it is not active, or what is left to stock; "" if there is nothing to say.
+    """
+
+    active: bool
+    level: str = ""
+    types: tuple[str, ...] = ()
+    reason: str = ""
+
+
+_status = Status(False, reason="not enabled")
+
+
+def status() -> Status:
+    """What enable() found."""
+    return _status
+
+
+def enable(types: tuple[str, ...] | None = None, level: str | None = None) -> Status:
+    """Make llama.cpp use the plug-in for models that are loaded from now on.
+
+    Call it before the first model is loaded: llama.cpp makes its list of buffer types then, once. A second call
+    changes nothing. It never raises: where something is not as expected, stock llama.cpp stays.
+
+    Args:
+        types: weight types to take; default: those that are faster than stock (``FASTER``).
+        level: instruction set; default: the best that this CPU has and whose self-test passes.
+    """
+    global _status
+    if _status.active:
+        return _status
+    try:
+        _status = _enable(types, level)
+    except Exception as error:
+        _status = Status(False, reason=f"{type(error).__name__}: {error}")
+    if _status.active:
+        LOGGER.info("llama.cpp uses %s kernels for %s", _status.level, ", ".join(_status.types))
+    else:
+        LOGGER.warning("stock llama.cpp kernels: %s", _status.reason)
+    return _status
+
+
+def _enable(types: tuple[str, ...] | None, level: str | None) -> Status:
+    if platform.system() != "Linux":
+        return Status(False, reason=f"not tried on {platform.system()}")
+    here = available_levels()
+    if level is not None and level not in here:
+        return Status(False, reason=f"this CPU does not run level {level!r}; it runs {', '.join(here) or 'none'}")
+    reasons = []
+    for name in [level] if level else here:
+        wanted = FASTER[name] if types is None else types
+        unknown = [kind for kind in wanted if kind not in TYPES]
+        if unknown:
+            return Status(False, reason=f"no kernels for {', '.join(unknown)}; there are {', '.join(TYPES)}")
+        result = _self_test(name)
+        passed = tuple(kind for kind in wanted if kind in result.get("passed", ()))
+        if not passed:
+            reasons.append(f"{name}: {result.get('problem') or 'self-test failed'}")
+            continue
+        from llama_cpp import llama_cpp
+
+        bits = sum(1 << TYPES[kind] for kind in passed)
+        problem = load().llamaherd_kernels_install(llama_cpp._lib._handle, name.encode(), bits).decode()
+        if problem:
+            return Status(False, reason=problem)
+        failed = result.get("failed", {})
+        return Status(True, name, passed, "; ".join(f"{kind}: {why}" for kind, why in failed.items()))
+    return Status(False, reason="; ".join(reasons) or "this CPU has none of the instruction sets that are built in")
+
+
+def counts() -> tuple[int, int]:
+    """Tensors packed and products computed by the plug-in, in this process."""
+    found = (ctypes.c_int64 * 2)()
+    load().llamaherd_kernels_counts(found)
+    return found[0], found[1]
+
+
+def _self_test(level: str) -> dict[str, Any]:
+    """The self-test's result, from the cache if plug-in, llama.cpp and CPU are the same as then."""
+    cache = _cache_folder() / f"selftest-{level}-{_fingerprint()}.json"
+    try:
+        cached: dict[str, Any] = json.loads(cache.read_text())
+        return cached
+    except (OSError, ValueError):
+        pass
+    result = _run_self_test(level)
+    if "passed" in result:  # what failed for want of time or memory may pass another day
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:
+                json.dump(result, file)
+            os.replace(file.name, cache)
+        except OSError:
+            pass
+    return result
+
+
+def _run_self_test(level: str) -> dict[str, Any]:
+    environment = {**os.environ, "LLAMAHERD_KERNELS": "off"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-m", "llamaherd_kernels.selftest", level, *TYPES]
+    try:
+        run = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_TEST_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"problem": f"the self-test did not end: {error}"}
+    if run.returncode != 0:
+        last = (run.stderr.strip().splitlines() or [""])[-1]
+        return {"problem": f"the self-test died with status {run.returncode} {last}".rstrip()}
+    try:
+        result: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
+        return result
+    except (IndexError, ValueError):
+        return {"problem": "the self-test printed no result"}
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamaherd"
+
+
+def _fingerprint() -> str:
+    """Of what the result depends on: both libraries and the CPU."""
+    import llama_cpp
+
+    digest = hashlib.sha256()
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    for path in [library_path(), Path(__file__), *sorted(folder.glob("libggml*"))]:
+        found = path.stat()
+        digest.update(f"{path}|{found.st_size}|{found.st_mtime_ns}\n".encode())
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            digest.update("".join(sorted({line for line in file if line.startswith(("flags", "model name"))})).encode())
+    except OSError:
+        digest.update(platform.processor().encode())
+    return digest.hexdigest()[:16]
