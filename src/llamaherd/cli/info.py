@@ -33,6 +33,7 @@ def info_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSO
 def _facts() -> dict[str, Any]:
     from .. import __version__
     from ..engine.cpus import available_memory
+    from ..native.kernels import enable_kernels
     from ..native.library import library_info
 
     library = library_info()
@@ -45,6 +46,7 @@ def _facts() -> dict[str, Any]:
         "ggml": library["ggml"],
         "cpu": _cpu(),
         "features": ", ".join(_features(library["system"])) or "none reported",
+        "kernels": str(enable_kernels()),
         "threads": f"{threads}: {why}",
         "OMP_WAIT_POLICY": _wait_policy(),
         "memory": "unknown" if memory is None else f"{memory / 2**30:.1f} GiB available",

@@ -9,6 +9,7 @@ from itertools import compress, repeat
 from typing import Any
 
 from .handles import Handle
+from .kernels import enable_kernels
 from .library import L
 from .params import model_params
 
@@ -34,6 +35,7 @@ def load_model(path: str, params: Mapping[str, Any], progress: Progress | None =
 
     ``progress`` gets 0..1 and returns whether to go on.
     """
+    enable_kernels()
     struct, keep = model_params(params)
     if progress is not None:
         callback = L.llama_progress_callback(lambda share, _: bool(progress(float(share))))

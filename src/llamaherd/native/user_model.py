@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .handles import Handle
+from .kernels import enable_kernels
 from .library import GGML, L
 from .params import model_params
 
@@ -84,6 +85,7 @@ def init_from_user(
 
     ``keep`` lives as long as the model. An exception of ``fill`` is raised once llama.cpp has returned.
     """
+    enable_kernels()
     struct, kept = model_params(params)
     gguf = GGML.gguf_init_from_buffer(header, len(header), _InitParams(True, None))
     if not gguf:

@@ -1,0 +1,174 @@
+"""Products of llamaherd-kernels beside stock llama.cpp's, on this machine: for each weight type, shape and batch size.
+
+    python benchmarks/kernels.py                              # all types, two shapes
+    python benchmarks/kernels.py --types Q4_1 Q6_K --shapes 4096x4096 --rows 1 8 512
+    python benchmarks/kernels.py --models                     # end to end: SmolLM2 in several types
+
+Stock is measured on its best path (its repacked layout where it has one). Both run on ggml's own threads, in turns;
+medians. GOPS: 2 x K x N x rows a second. GB/s: bytes of the weights as the file holds them, read once a product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS", "F16", "BF16"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", nargs="+", default=TYPES)
+    parser.add_argument("--shapes", nargs="+", default=["576x1536", "2048x2048"], help="KxN")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 512])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seconds", type=float, default=0.25, help="for each measurement and path")
+    parser.add_argument("--level", help="instruction set; default: the best that passes its self-test")
+    parser.add_argument("--models", action="store_true", help="whole models instead of products")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure_model(Path(options.one), options.threads)))
+    elif options.models:
+        compare_models(options)
+    else:
+        compare_products(options)
+
+
+def compare_products(options: argparse.Namespace) -> None:
+    import llamaherd_kernels
+    from llamaherd_kernels import ggml as graphs
+    from llamaherd_kernels.library import TYPES as NUMBERS
+
+    status = llamaherd_kernels.enable(types=tuple(options.types), level=options.level)
+    print(f"{status.level or status.reason}, {options.threads} threads")
+    if not status.active:
+        sys.exit(1)
+    ggml = graphs.bind()
+    print(f"{'type':8}{'K x N':>14}{'rows':>6}{'stock':>10}{'ours':>10}{'ratio':>7}{'GOPS':>7}{'GB/s':>6}  stock's path")
+    for name in options.types:
+        for shape in options.shapes:
+            k, n = map(int, shape.split("x"))
+            if k % 256 and (name.endswith("_K") or name == "IQ4_XS"):
+                continue  # its blocks hold 256 values
+            random = np.random.default_rng(0)
+            weights = graphs.quantise(ggml, NUMBERS[name], random.standard_normal((n, k)).astype(np.float32))
+            for rows in options.rows:
+                x = random.standard_normal((rows, k)).astype(np.float32)
+                made = {}
+                for path in ("CPU_REPACK", "CPU", "LLAMAHERD"):
+                    if path == "CPU" and "CPU_REPACK" in made:
+                        continue
+                    product = graphs.Product(ggml, NUMBERS[name], (k, n), rows, path, options.threads)
+                    if not product.supported:
+                        product.close()
+                        continue
+                    product.set_weights(weights)
+                    product.set_activations(x)
+                    made[path] = product
+                times = interleaved({path: product.compute for path, product in made.items()}, options.seconds)
+                for product in made.values():
+                    product.close()
+                ours = times.pop("LLAMAHERD")
+                path, stock = next(iter(times.items()))
+                print(
+                    f"{name:8}{shape:>14}{rows:6}{stock * 1e6:8.0f}us{ours * 1e6:8.0f}us{stock / ours:7.2f}"
+                    f"{2e-9 * k * n * rows / ours:7.0f}{1e-9 * len(weights) / ours:6.1f}  {path}",
+                    flush=True,
+                )
+
+
+def interleaved(calls: dict, seconds: float, rounds: int = 5) -> dict[str, float]:
+    """Median time of a call of each, measured in turns."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    repeats = {}
+    for name, call in calls.items():
+        call()
+        start = time.perf_counter()
+        call()
+        repeats[name] = max(1, int(seconds / rounds / (time.perf_counter() - start + 1e-7)))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(repeats[name]):
+                call()
+            samples[name].append((time.perf_counter() - start) / repeats[name])
+    return {name: statistics.median(found) for name, found in samples.items()}
+
+
+MODEL_TYPES = ["Q4_0", "Q4_1", "Q8_0", "Q4_K_M", "Q6_K", "BF16"]
+
+
+def compare_models(options: argparse.Namespace) -> None:
+    """SmolLM2 in several types; each measurement in a process of its own, stock and ours in turns."""
+    from llamaherd.demo import demo_model
+    from llamaherd.engine.quantize import quantize
+
+    with tempfile.TemporaryDirectory() as folder:
+        print(f"{'type':8}{'what':>12}{'stock':>9}{'ours':>9}{'ratio':>7}   tokens/s, {options.threads} threads")
+        for name in MODEL_TYPES:
+            path = demo_model()
+            if name != "Q4_1":
+                path = Path(folder) / f"{name}.gguf"
+                quantize(demo_model(), path, name.lower())
+            found: dict[str, list[dict[str, float]]] = {"off": [], "require": []}
+            for _ in range(3):
+                for mode in found:
+                    command = [sys.executable, __file__, "--one", str(path), "--threads", str(options.threads)]
+                    run = subprocess.run(
+                        command, env={**os.environ, "LLAMAHERD_KERNELS": mode}, capture_output=True, text=True, check=True
+                    )
+                    found[mode].append(json.loads(run.stdout.splitlines()[-1]))
+            for what in found["off"][0]:
+                stock, ours = (statistics.median(run[what] for run in found[mode]) for mode in found)
+                print(f"{name:8}{what:>12}{stock:9.0f}{ours:9.0f}{ours / stock:7.2f}", flush=True)
+            if path != demo_model():
+                path.unlink()
+
+
+def measure_model(path: Path, threads: int) -> dict[str, float]:
+    """Tokens a second: prefill of 512; one sequence and eight in decode, after a prompt of 32."""
+    from llamaherd import Context, Model
+    from llamaherd.engine.protocol import Batch
+
+    def batch(positions: list[int], sequences: list[int]) -> Batch:
+        n = len(positions)
+        outputs = np.zeros(n, bool)
+        outputs[-1] = True
+        if positions[0] == positions[-1]:
+            outputs[:] = True
+        tokens = np.random.default_rng(n).integers(10, 40000, n).astype(np.int32)
+        return Batch(tokens, np.array(positions, np.int32), np.array(sequences, np.int32), outputs)
+
+    with Model.load(path) as model, Context(
+        model, n_ctx=4096, n_batch=512, n_seq_max=8, n_threads=threads, n_threads_batch=threads, kv_unified=True
+    ) as context:
+        found: dict[str, list[float]] = {"prefill": [], "decode 1": [], "decode 8": []}
+        for _ in range(4):
+            context.memory.clear()
+            start = time.perf_counter()
+            context.decode(batch(list(range(512)), [0] * 512))
+            found["prefill"].append(512 / (time.perf_counter() - start))
+            for n in (1, 8):
+                context.memory.clear()
+                context.decode(batch(list(range(32)), [0] * 32))
+                for sequence in range(1, n):
+                    context.memory.fork(0, sequence)
+                start = time.perf_counter()
+                for step in range(24):
+                    context.decode(batch([32 + step] * n, list(range(n))))
+                found[f"decode {n}"].append(24 * n / (time.perf_counter() - start))
+        return {what: statistics.median(values[1:]) for what, values in found.items()}
+
+
+if __name__ == "__main__":
+    main()
