@@ -5,7 +5,7 @@
     python benchmarks/kernels.py --models                     # end to end: SmolLM2 in several types
 
 Stock is measured on its best path (its repacked layout where it has one). Both run on ggml's own threads, in turns;
-medians. GOPS: 2 x K x N x rows a second. GB/s: bytes of the weights as the file holds them, read once a product.
+medians. With --threads 1 the time is the CPU's, which other processes on the machine disturb less. GOPS: 2 x K x N x rows a second. GB/s: bytes of the weights as the file holds them, read once a product.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,11 @@ def compare_products(options: argparse.Namespace) -> None:
                     product.set_weights(weights)
                     product.set_activations(x)
                     made[path] = product
-                times = interleaved({path: product.compute for path, product in made.items()}, options.seconds)
+                times = interleaved(
+                    {path: product.compute for path, product in made.items()},
+                    options.seconds,
+                    time.process_time if options.threads == 1 else time.perf_counter,
+                )
                 for product in made.values():
                     product.close()
                 ours = times.pop("LLAMAHERD")
@@ -87,21 +92,21 @@ def compare_products(options: argparse.Namespace) -> None:
                 )
 
 
-def interleaved(calls: dict, seconds: float, rounds: int = 5) -> dict[str, float]:
+def interleaved(calls: dict, seconds: float, clock: Callable[[], float], rounds: int = 5) -> dict[str, float]:
     """Median time of a call of each, measured in turns."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     repeats = {}
     for name, call in calls.items():
         call()
-        start = time.perf_counter()
+        start = clock()
         call()
-        repeats[name] = max(1, int(seconds / rounds / (time.perf_counter() - start + 1e-7)))
+        repeats[name] = max(1, int(seconds / rounds / (clock() - start + 1e-7)))
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             for _ in range(repeats[name]):
                 call()
-            samples[name].append((time.perf_counter() - start) / repeats[name])
+            samples[name].append((clock() - start) / repeats[name])
     return {name: statistics.median(found) for name, found in samples.items()}
 
 
@@ -155,17 +160,18 @@ def measure_model(path: Path, threads: int) -> dict[str, float]:
         found: dict[str, list[float]] = {"prefill": [], "decode 1": [], "decode 8": []}
         for _ in range(4):
             context.memory.clear()
+            root = context.memory.allocate()
             start = time.perf_counter()
-            context.decode(batch(list(range(512)), [0] * 512))
+            context.decode(batch(list(range(512)), [root] * 512))
             found["prefill"].append(512 / (time.perf_counter() - start))
             for n in (1, 8):
                 context.memory.clear()
-                context.decode(batch(list(range(32)), [0] * 32))
-                for sequence in range(1, n):
-                    context.memory.fork(0, sequence)
+                root = context.memory.allocate()
+                context.decode(batch(list(range(32)), [root] * 32))
+                sequences = [root, *(context.memory.fork(root) for _ in range(1, n))]
                 start = time.perf_counter()
                 for step in range(24):
-                    context.decode(batch([32 + step] * n, list(range(n))))
+                    context.decode(batch([32 + step] * n, sequences))
                 found[f"decode {n}"].append(24 * n / (time.perf_counter() - start))
         return {what: statistics.median(values[1:]) for what, values in found.items()}
 

@@ -40,11 +40,18 @@ struct Avx2 {
     static Int add(Int a, Int b) { return _mm256_add_epi32(a, b); }
     static Int multiply(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
     // sum16 + pairs of unsigned w times signed a, modulo 2^16 (a pair must not exceed 32767)
-    static Int dot_pairs(Int sum16, Int w, Int a) { return _mm256_add_epi16(sum16, _mm256_maddubs_epi16(w, a)); }
+    static Int dot_pairs(Int sum16, Int w, Int a) {
+        return in_order(_mm256_add_epi16(sum16, _mm256_maddubs_epi16(w, a)));
+    }
+    // keeps the compiler from computing all products first and adding them up later: there are no registers for that
+    static Int in_order(Int v) {
+        asm volatile("" : "+x"(v));
+        return v;
+    }
     // sum of four signed w times signed a in each 32-bit lane; |a| <= 127
     static Int dot_signed(Int sum, Int w, Int a) {
         const Int products = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
-        return _mm256_add_epi32(sum, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
+        return in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(products, _mm256_set1_epi16(1))));
     }
     static Int dot_fused(Int sum, Int, Int) { return sum; }  // not reached
     static Int madd16(Int a, Int b) { return _mm256_madd_epi16(a, b); }

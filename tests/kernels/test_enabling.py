@@ -1,0 +1,237 @@
+"""The plug-in inside unmodified llama.cpp: on, off, refused, broken; results bitwise the same in any batch."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytest.importorskip("llamaherd_kernels", reason="pip install ./kernels")
+from llamaherd_kernels.library import available_levels
+
+needs_level = pytest.mark.skipif(not available_levels(), reason="this CPU runs none of the levels")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """One cache for all, so that the self-test runs once."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+def run(code, cache, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CACHE_HOME": cache, **environment},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+STATUS = """
+    import json, dataclasses
+    from llamaherd.native.kernels import enable_kernels
+    print(json.dumps(dataclasses.asdict(enable_kernels())))
+"""
+
+
+def works(cache):
+    """Whether a level passes its self-test here: a CPU with a level never run before may lack one that does."""
+    return run(STATUS, cache, LLAMAHERD_KERNELS="on")["active"]
+
+
+@needs_level
+def test_it_is_on_by_default_and_says_what_it_takes(cache):
+    status = run(STATUS, cache, LLAMAHERD_KERNELS="")
+    if not status["active"]:
+        assert "self-test" in status["reason"]
+        return
+    assert status["level"] in available_levels()
+    assert "Q4_1" in status["types"]
+
+
+def test_off_is_stock(cache):
+    status = run(STATUS, cache, LLAMAHERD_KERNELS="off")
+    assert not status["active"]
+    assert "off" in status["reason"]
+
+
+def test_an_unknown_word_is_refused(cache):
+    code = """
+        import json
+        from llamaherd.errors import LibraryError
+        from llamaherd.native.kernels import enable_kernels
+        try:
+            enable_kernels()
+        except LibraryError as error:
+            print(json.dumps(str(error)))
+    """
+    assert "on, off, require" in run(code, cache, LLAMAHERD_KERNELS="maybe")
+
+
+def test_require_says_why_it_cannot(cache):
+    code = """
+        import json, sys
+        sys.modules["llamaherd_kernels"] = None
+        from llamaherd.errors import LibraryError
+        from llamaherd.native.kernels import enable_kernels
+        try:
+            enable_kernels()
+        except LibraryError as error:
+            print(json.dumps(str(error)))
+    """
+    assert "not installed" in run(code, cache, LLAMAHERD_KERNELS="require")
+
+
+BROKEN = """
+    import json, dataclasses
+    import llamaherd_kernels
+    from llamaherd_kernels import enabling
+    {}
+    print(json.dumps(dataclasses.asdict(llamaherd_kernels.enable())))
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("enabling.available_levels = lambda: []", "none of the instruction sets"),
+        ("enabling.sys.executable = '/bin/false'", "died with status 1"),
+        ("enabling.sys.executable = '/nonexistent'", "did not end"),
+        ("enabling.platform.system = lambda: 'Plan9'", "Plan9"),
+        ("enabling._self_test = lambda level: {'passed': [], 'failed': {}}", "self-test failed"),
+        ("enabling.library_path = lambda: 1 / 0", "ZeroDivisionError"),
+    ],
+)
+@needs_level
+def test_what_goes_wrong_leaves_stock(tmp_path, change, reason):
+    status = run(BROKEN.format(change), str(tmp_path))
+    assert not status["active"]
+    assert reason in status["reason"]
+
+
+@needs_level
+def test_instructions_that_the_cpu_lacks_kill_only_the_self_test(tmp_path):
+    """A level is claimed that this CPU may not have: its self-test must decide, and this process live."""
+    code = BROKEN.format("enabling.available_levels = lambda: ['avx512vnni', 'avx2']")
+    status = run(code, str(tmp_path))
+    assert status["level"] in ("avx512vnni", "avx2", "")
+
+
+@needs_level
+def test_a_missing_function_leaves_stock(tmp_path):
+    """Another library in libllama's place: nothing of ggml is found there."""
+    code = """
+        import ctypes, json
+        from llamaherd_kernels.library import available_levels, load
+        libc = ctypes.CDLL("libc.so.6")
+        print(json.dumps(load().llamaherd_kernels_install(libc._handle, available_levels()[0].encode(), 4).decode()))
+    """
+    assert "llama.cpp has no function" in run(code, str(tmp_path))
+
+
+LOGITS = """
+    import json, sys
+    import numpy as np
+    from llamaherd import Context, Model
+    from llamaherd.engine.protocol import Batch
+    from llamaherd_kernels.enabling import counts
+
+    def decode(context, tokens, positions, sequences):
+        n = len(tokens)
+        return context.decode(Batch(np.array(tokens, np.int32), np.array(positions, np.int32),
+                                    np.array(sequences, np.int32), np.ones(n, bool)))
+
+    def prefill(chunks, threads):
+        with Context(model, n_ctx=512, n_threads=threads, n_threads_batch=threads) as context:
+            root, at, rows = context.memory.allocate(), 0, []
+            for n in chunks:
+                rows.append(decode(context, tokens[at:at + n], range(at, at + n), [root] * n).copy())
+                at += n
+            return np.concatenate(rows)
+
+    with Model.load({path!r}) as model:
+        n_vocab = model.vocabulary.n_tokens if hasattr(model.vocabulary, "n_tokens") else 256
+        tokens = np.random.default_rng(0).integers(3, 250, 48).tolist()
+        whole = prefill([48], 2)
+        {then}
+"""
+
+
+@needs_level
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "q4_k_m", "q6_k"])
+def test_a_model_gives_bitwise_the_same_in_any_chunks_and_threads(cache, tmp_path, kind):
+    if not works(cache):
+        pytest.skip("no level passes its self-test here")
+    path = model_of(tmp_path, kind)
+    then = """
+        same = [bool(np.array_equal(prefill(chunks, threads), whole))
+                for chunks, threads in (([48], 1), ([1] * 48, 1), ([1] * 48, 2), ([5, 13, 30], 2), ([32, 16], 3))]
+        print(json.dumps([same, counts()]))
+    """
+    same, (tensors, products) = run(LOGITS.format(path=str(path), then=then.strip()), cache, LLAMAHERD_KERNELS="require")
+    assert all(same)
+    assert tensors > 5, "no weights were taken"
+    assert products > 100
+
+
+def model_of(folder, kind):
+    from llamaherd.engine.quantize import quantize
+    from llamaherd.files.synthesize import synthesize
+
+    whole = synthesize(folder / "f32.gguf", "llama", n_ctx=512, n_embd=256, n_ff=512)
+    quantize(whole, folder / f"{kind}.gguf", kind)
+    return folder / f"{kind}.gguf"
+
+
+@needs_level
+@pytest.mark.real
+def test_the_demo_model_is_as_near_to_its_f32_activations_as_stock(cache, demo_model_path):
+    """KL divergence to the same weights with f32 activations (as f32 file), and the likelihood of a real text."""
+    if not works(cache):
+        pytest.skip("no level passes its self-test here")
+    code = """
+        import json, sys
+        import numpy as np
+        from llamaherd import Context, Model
+        from llamaherd.engine.protocol import Batch
+        text = open({text!r}).read()[:6000]
+        with Model.load({path!r}) as model:
+            tokens = model.vocabulary.tokenize(text)[:384]
+            n = len(tokens)
+            with Context(model, n_ctx=512) as context:
+                root = context.memory.allocate()
+                logits = context.decode(Batch(np.array(tokens, np.int32), np.arange(n, dtype=np.int32),
+                                        np.full(n, root, np.int32), np.ones(n, bool)))
+                np.save({out!r}, logits)
+        print(json.dumps(tokens))
+    """
+    import tempfile
+    from pathlib import Path
+
+    import numpy as np
+
+    from llamaherd.files.convert import convert
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        exact = folder / "f32.gguf"
+        convert(demo_model_path, exact, type="f32")
+        text = str(Path(__file__).parents[2] / "docs" / "decisions.md")
+        found = {}
+        for label, path, mode in (("f32", exact, "off"), ("stock", demo_model_path, "off"), ("ours", demo_model_path, "require")):
+            out = str(folder / f"{label}.npy")
+            tokens = run(code.format(text=text, path=str(path), out=out), cache, LLAMAHERD_KERNELS=mode)
+            logits = np.load(out).astype(np.float64)
+            found[label] = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(-1, keepdims=True)
+    exact_p = np.exp(found["f32"])
+    kl = {label: float((exact_p * (found["f32"] - found[label])).sum(-1).mean()) for label in ("stock", "ours")}
+    nll = {label: -float(found[label][np.arange(len(tokens) - 1), tokens[1:]].mean()) for label in found}
+    print(kl, nll)
+    assert kl["ours"] < kl["stock"] * 1.05
+    assert abs(nll["ours"] - nll["f32"]) < 0.01
