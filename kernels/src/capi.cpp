@@ -1,7 +1,12 @@
 #include "capi.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -12,8 +17,15 @@ using namespace llamaherd;
 namespace {
 
 const Level * const all[] = {
-#if defined(__x86_64__)
-    &level_avx512vnni, &level_avxvnni, &level_avx2,
+// best first
+#ifdef LLAMAHERD_LEVEL_AVX512VNNI
+    &level_avx512vnni,
+#endif
+#ifdef LLAMAHERD_LEVEL_AVXVNNI
+    &level_avxvnni,
+#endif
+#ifdef LLAMAHERD_LEVEL_AVX2
+    &level_avx2,
 #endif
     &level_emulated16, &level_emulated8,
 };
@@ -29,28 +41,38 @@ const Kernel * find(const char * name, int type) {
     return level ? find_kernel(*level, type) : nullptr;
 }
 
+#if defined(__x86_64__)
+// CPUID 7.1 EAX bit 4; compilers learnt the name late
+bool has_avxvnni() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
+
 }  // namespace
 
 const char * llamaherd_kernels_levels() {
-#if defined(__x86_64__)
-    return "avx512vnni avxvnni avx2 emulated16 emulated8";
-#else
-    return "emulated16 emulated8";
-#endif
+    static const std::string names = [] {
+        std::string joined;
+        for (const Level * level : all) joined += std::string(joined.empty() ? "" : " ") + level->name;
+        return joined;
+    }();
+    return names.c_str();
 }
 
 int llamaherd_kernels_runs(const char * name) {
+    if (!find(name)) return 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (!std::strcmp(name, "avx2")) return avx2;
-    if (!std::strcmp(name, "avxvnni")) return avx2 && __builtin_cpu_supports("avxvnni");
+    if (!std::strcmp(name, "avxvnni")) return avx2 && has_avxvnni();
     if (!std::strcmp(name, "avx512vnni"))
         return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512vnni");
 #endif
-    return find(name) != nullptr && !std::strncmp(name, "emulated", 8);
+    return !std::strncmp(name, "emulated", 8);
 }
 
 const char * llamaherd_kernels_install(void * handle, const char * name, uint64_t types) {

@@ -59,7 +59,8 @@ def test_logits_equal_those_of_gguf(tmp_path, to, type, mode):
     expected = logits(back, use_extra_bufts=mode != "fast-open") if mode else None
     if expected is not None:
         assert np.array_equal(ours, expected)
-    assert cosine(ours, logits(back)) > 0.9998
+    # against another layout: kernels differ, and each rounds the activations to eight bits in its own way
+    assert cosine(ours, logits(back)) > 0.9995
     assert np.isfinite(ours).all()
 
 

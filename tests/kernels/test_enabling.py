@@ -156,7 +156,6 @@ LOGITS = """
             return np.concatenate(rows)
 
     with Model.load({path!r}) as model:
-        n_vocab = model.vocabulary.n_tokens if hasattr(model.vocabulary, "n_tokens") else 256
         tokens = np.random.default_rng(0).integers(3, 250, 48).tolist()
         whole = prefill([48], 2)
         {then}
@@ -202,7 +201,7 @@ def test_the_demo_model_is_as_near_to_its_f32_activations_as_stock(cache, demo_m
         from llamaherd.engine.protocol import Batch
         text = open({text!r}).read()[:6000]
         with Model.load({path!r}) as model:
-            tokens = model.vocabulary.tokenize(text)[:384]
+            tokens = list(model.vocabulary.encode(text))[:384]
             n = len(tokens)
             with Context(model, n_ctx=512) as context:
                 root = context.memory.allocate()
@@ -216,12 +215,14 @@ def test_the_demo_model_is_as_near_to_its_f32_activations_as_stock(cache, demo_m
 
     import numpy as np
 
+    from llamaherd.files import open_model
     from llamaherd.files.convert import convert
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         exact = folder / "f32.gguf"
-        convert(demo_model_path, exact, type="f32")
+        with open_model(demo_model_path) as source:
+            convert(source, exact, type="f32")
         text = str(Path(__file__).parents[2] / "docs" / "decisions.md")
         found = {}
         for label, path, mode in (("f32", exact, "off"), ("stock", demo_model_path, "off"), ("ours", demo_model_path, "require")):
