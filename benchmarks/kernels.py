@@ -23,17 +23,36 @@ from pathlib import Path
 
 import numpy as np
 
-TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS", "F16", "BF16"]
+TYPES = [
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "IQ4_NL",
+    "MXFP4",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "Q2_K",
+    "Q3_K",
+    "IQ4_XS",
+    "F16",
+    "BF16",
+]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", nargs="+", default=TYPES)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--types", nargs="+", help="default: all; with --models: some")
     parser.add_argument("--shapes", nargs="+", default=["576x1536", "2048x2048"], help="KxN")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 512])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=0.25, help="for each measurement and path")
     parser.add_argument("--level", help="instruction set; default: the best that passes its self-test")
+    parser.add_argument("--rounds", type=int, default=3, help="of whole models")
     parser.add_argument("--models", action="store_true", help="whole models instead of products")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -50,12 +69,15 @@ def compare_products(options: argparse.Namespace) -> None:
     from llamaherd_kernels import ggml as graphs
     from llamaherd_kernels.library import TYPES as NUMBERS
 
+    options.types = options.types or TYPES
     status = llamaherd_kernels.enable(types=tuple(options.types), level=options.level)
     print(f"{status.level or status.reason}, {options.threads} threads")
     if not status.active:
         sys.exit(1)
     ggml = graphs.bind()
-    print(f"{'type':8}{'K x N':>14}{'rows':>6}{'stock':>10}{'ours':>10}{'ratio':>7}{'GOPS':>7}{'GB/s':>6}  stock's path")
+    print(
+        f"{'type':8}{'K x N':>14}{'rows':>6}{'stock':>10}{'ours':>10}{'ratio':>7}{'GOPS':>7}{'GB/s':>6}  stock's path"
+    )
     for name in options.types:
         for shape in options.shapes:
             k, n = map(int, shape.split("x"))
@@ -119,18 +141,31 @@ def compare_models(options: argparse.Namespace) -> None:
     from llamaherd.engine.quantize import quantize
 
     with tempfile.TemporaryDirectory() as folder:
-        print(f"{'type':8}{'what':>12}{'stock':>9}{'ours':>9}{'ratio':>7}   tokens/s, {options.threads} threads")
-        for name in MODEL_TYPES:
+        print(
+            f"{'type':8}{'what':>12}{'stock':>9}{'ours':>9}{'ratio':>7}   tokens/s, {options.threads} threads"
+        )
+        for name in options.types or MODEL_TYPES:
             path = demo_model()
             if name != "Q4_1":
                 path = Path(folder) / f"{name}.gguf"
                 quantize(demo_model(), path, name.lower())
             found: dict[str, list[dict[str, float]]] = {"off": [], "require": []}
-            for _ in range(3):
+            for _ in range(options.rounds):
                 for mode in found:
-                    command = [sys.executable, __file__, "--one", str(path), "--threads", str(options.threads)]
+                    command = [
+                        sys.executable,
+                        __file__,
+                        "--one",
+                        str(path),
+                        "--threads",
+                        str(options.threads),
+                    ]
                     run = subprocess.run(
-                        command, env={**os.environ, "LLAMAHERD_KERNELS": mode}, capture_output=True, text=True, check=True
+                        command,
+                        env={**os.environ, "LLAMAHERD_KERNELS": mode},
+                        capture_output=True,
+                        text=True,
+                        check=True,
                     )
                     found[mode].append(json.loads(run.stdout.splitlines()[-1]))
             for what in found["off"][0]:
@@ -154,25 +189,35 @@ def measure_model(path: Path, threads: int) -> dict[str, float]:
         tokens = np.random.default_rng(n).integers(10, 40000, n).astype(np.int32)
         return Batch(tokens, np.array(positions, np.int32), np.array(sequences, np.int32), outputs)
 
-    with Model.load(path) as model, Context(
-        model, n_ctx=4096, n_batch=512, n_seq_max=8, n_threads=threads, n_threads_batch=threads, kv_unified=True
-    ) as context:
+    clock = time.process_time if threads == 1 else time.perf_counter
+    with (
+        Model.load(path) as model,
+        Context(
+            model,
+            n_ctx=4096,
+            n_batch=512,
+            n_seq_max=8,
+            n_threads=threads,
+            n_threads_batch=threads,
+            kv_unified=True,
+        ) as context,
+    ):
         found: dict[str, list[float]] = {"prefill": [], "decode 1": [], "decode 8": []}
-        for _ in range(4):
+        for _ in range(3):
             context.memory.clear()
             root = context.memory.allocate()
-            start = time.perf_counter()
+            start = clock()
             context.decode(batch(list(range(512)), [root] * 512))
-            found["prefill"].append(512 / (time.perf_counter() - start))
+            found["prefill"].append(512 / (clock() - start))
             for n in (1, 8):
                 context.memory.clear()
                 root = context.memory.allocate()
                 context.decode(batch(list(range(32)), [root] * 32))
                 sequences = [root, *(context.memory.fork(root) for _ in range(1, n))]
-                start = time.perf_counter()
+                start = clock()
                 for step in range(24):
                     context.decode(batch([32 + step] * n, sequences))
-                found[f"decode {n}"].append(24 * n / (time.perf_counter() - start))
+                found[f"decode {n}"].append(24 * n / (clock() - start))
         return {what: statistics.median(values[1:]) for what, values in found.items()}
 
 

@@ -4,8 +4,8 @@
 
     llamaherd_kernels.enable()  # before the first model is loaded
 
-From then on llama.cpp gives the weights whose types have a faster kernel here to the plug-in. Where anything is not
-as expected, stock llama.cpp goes on, and the returned status says why.
+From then on llama.cpp gives the weights whose types have a faster kernel here to the plug-in. Where anything
+is not as expected, stock llama.cpp goes on, and the returned status says why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products of ggml itself, stock or through the plug-in, on graphs of one operation. For the self-test and benchmarks."""
+"""ggml's own products, stock or through the plug-in, for the self-test and benchmarks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,14 @@ class Product:
     """
 
     def __init__(
-        self, ggml: Any, kind: int, shape: tuple[int, ...], rows: int, buffer: str, threads: int = 1, used: int = 0
+        self,
+        ggml: Any,
+        kind: int,
+        shape: tuple[int, ...],
+        rows: int,
+        buffer: str,
+        threads: int = 1,
+        used: int = 0,
     ) -> None:
         self._ggml = ggml
         k, n = shape[:2]
@@ -146,7 +153,9 @@ class Product:
 def _buffer_type(ggml: Any, name: str) -> Any:
     if name == "CPU":
         return ggml.ggml_backend_cpu_buffer_type()
-    address = ggml.ggml_backend_reg_get_proc_address(ggml.ggml_backend_cpu_reg(), b"ggml_backend_dev_get_extra_bufts")
+    address = ggml.ggml_backend_reg_get_proc_address(
+        ggml.ggml_backend_cpu_reg(), b"ggml_backend_dev_get_extra_bufts"
+    )
     extras = ctypes.CFUNCTYPE(ctypes.POINTER(_P), _P)(address)(
         ggml.ggml_backend_reg_dev_get(ggml.ggml_backend_cpu_reg(), 0)
     )

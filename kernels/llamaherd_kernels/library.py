@@ -1,4 +1,4 @@
-"""The compiled plug-in: its levels (one for each instruction set), and its products for tests and benchmarks."""
+"""The compiled plug-in: its levels (one for each instruction set) and its functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ TYPES = {
 
 def library_path() -> Path:
     """The plug-in's file; ``LLAMAHERD_KERNELS_LIBRARY`` names another build (sanitizers)."""
-    return Path(os.environ.get("LLAMAHERD_KERNELS_LIBRARY") or Path(__file__).parent / "libllamaherd_kernels.so")
+    return Path(
+        os.environ.get("LLAMAHERD_KERNELS_LIBRARY") or Path(__file__).parent / "libllamaherd_kernels.so"
+    )
 
 
 @functools.cache

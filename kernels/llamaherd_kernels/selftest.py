@@ -1,9 +1,9 @@
 """``python -m llamaherd_kernels.selftest LEVEL TYPE...``: are the plug-in's products right on this machine?
 
 Run in a process of its own, because what is wrong may kill it. Prints one line of JSON: the types that passed.
-Each type's products are computed by ggml's own graph code, with the weights in its stock buffer and in ours, for
-one row, few and many, for experts, and with other numbers of threads; they must agree with stock as well as
-quantised activations allow, and among each other bit by bit.
+Each type's products are computed by ggml's own graph code, with the weights in its stock buffer and in ours,
+for one row, few and many, for experts, and with other numbers of threads; they must agree with stock as well
+as quantised activations allow, and among each other bit by bit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def _test(ggml: Any, kind: int) -> str:
     if not _close(ours, stock):
         return "products differ from stock's"
     for rows, threads in ((1, 1), (1, 2), (5, 2), (_ROWS, 1), (_ROWS, 3)):
-        if not np.array_equal(_product(ggml, kind, (_K, _N), one, x[:rows], "LLAMAHERD", threads), ours[:rows]):
+        if not np.array_equal(
+            _product(ggml, kind, (_K, _N), one, x[:rows], "LLAMAHERD", threads), ours[:rows]
+        ):
             return f"products of {rows} rows on {threads} threads differ from those of {_ROWS} rows"
     shape = (_K, _N, _EXPERTS)
     for threads in (1, 2):
@@ -68,7 +70,14 @@ def _test(ggml: Any, kind: int) -> str:
 
 
 def _product(
-    ggml: Any, kind: int, shape: tuple[int, ...], weights: bytes, x: Any, buffer: str, threads: int = 1, ids: Any = None
+    ggml: Any,
+    kind: int,
+    shape: tuple[int, ...],
+    weights: bytes,
+    x: Any,
+    buffer: str,
+    threads: int = 1,
+    ids: Any = None,
 ) -> Any:
     product = graphs.Product(ggml, kind, shape, len(x), buffer, threads, 0 if ids is None else ids.shape[1])
     try:

@@ -173,7 +173,9 @@ def test_a_model_gives_bitwise_the_same_in_any_chunks_and_threads(cache, tmp_pat
                 for chunks, threads in (([48], 1), ([1] * 48, 1), ([1] * 48, 2), ([5, 13, 30], 2), ([32, 16], 3))]
         print(json.dumps([same, counts()]))
     """
-    same, (tensors, products) = run(LOGITS.format(path=str(path), then=then.strip()), cache, LLAMAHERD_KERNELS="require")
+    same, (tensors, products) = run(
+        LOGITS.format(path=str(path), then=then.strip()), cache, LLAMAHERD_KERNELS="require"
+    )
     assert all(same)
     assert tensors > 5, "no weights were taken"
     assert products > 100
@@ -225,13 +227,23 @@ def test_the_demo_model_is_as_near_to_its_f32_activations_as_stock(cache, demo_m
             convert(source, exact, type="f32")
         text = str(Path(__file__).parents[2] / "docs" / "decisions.md")
         found = {}
-        for label, path, mode in (("f32", exact, "off"), ("stock", demo_model_path, "off"), ("ours", demo_model_path, "require")):
+        for label, path, mode in (
+            ("f32", exact, "off"),
+            ("stock", demo_model_path, "off"),
+            ("ours", demo_model_path, "require"),
+        ):
             out = str(folder / f"{label}.npy")
             tokens = run(code.format(text=text, path=str(path), out=out), cache, LLAMAHERD_KERNELS=mode)
             logits = np.load(out).astype(np.float64)
-            found[label] = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(-1, keepdims=True)
+            found[label] = (
+                logits
+                - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+                - logits.max(-1, keepdims=True)
+            )
     exact_p = np.exp(found["f32"])
-    kl = {label: float((exact_p * (found["f32"] - found[label])).sum(-1).mean()) for label in ("stock", "ours")}
+    kl = {
+        label: float((exact_p * (found["f32"] - found[label])).sum(-1).mean()) for label in ("stock", "ours")
+    }
     nll = {label: -float(found[label][np.arange(len(tokens) - 1), tokens[1:]].mean()) for label in found}
     print(kl, nll)
     assert kl["ours"] < kl["stock"] * 1.05

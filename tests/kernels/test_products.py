@@ -93,7 +93,9 @@ def test_all_bits_of_the_weights_are_used(ggml, level, name):
     rows = random.integers(0, 256, (n, ggml.ggml_row_size(TYPES[name], k)), np.uint8)
     if name in PLAIN:
         pytest.skip("any 16 bits may be an infinity")
-    finite = {"Q6_K": [209], "Q3_K": [109], "Q2_K": [81, 83], "MXFP4": []}.get(name, [1, 3] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [1])
+    finite = {"Q6_K": [209], "Q3_K": [109], "Q2_K": [81, 83], "MXFP4": []}.get(
+        name, [1, 3] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [1]
+    )
     for byte in finite:
         rows[:, byte] &= 0x3B  # a 16-bit float's sign and exponent
     if name == "MXFP4":
@@ -139,5 +141,7 @@ def test_what_is_not_finite_stays_visible_and_in_its_row(ggml, level, value):
 def test_shapes_that_do_not_fit_are_refused(level):
     for name in TYPES:
         if name not in PLAIN:
-            assert load().llamaherd_kernels_packed_bytes(level.encode(), TYPES[name], BLOCK[name] + 16, 8) == 0
+            assert (
+                load().llamaherd_kernels_packed_bytes(level.encode(), TYPES[name], BLOCK[name] + 16, 8) == 0
+            )
     assert load().llamaherd_kernels_packed_bytes(level.encode(), 0, 32, 8) == 0  # f32 has no kernel

@@ -1,4 +1,4 @@
-"""Switch llamaherd-kernels on: a plug-in with faster products for unmodified llama.cpp (extra ``llamaherd[fast]``).
+"""Switch llamaherd-kernels on: a plug-in with faster products for unmodified llama.cpp (``llamaherd[fast]``).
 
 ``LLAMAHERD_KERNELS`` says what is wanted: ``on`` (the default: use it where it is installed and its self-test
 passes, stock llama.cpp otherwise), ``off``, or ``require`` (stock is an error).
@@ -46,7 +46,7 @@ class KernelStatus:
 
 @functools.cache
 def enable_kernels() -> KernelStatus:
-    """Have llama.cpp use the plug-in, if that is wanted and possible; once a process, before a model is loaded.
+    """Have llama.cpp use the plug-in if that is wanted and possible; once, before a model is loaded.
 
     Raises:
         LibraryError: ``LLAMAHERD_KERNELS`` is no known word, or ``require`` and the plug-in cannot be used.
