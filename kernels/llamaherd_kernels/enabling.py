@@ -24,8 +24,8 @@ LOGGER.addHandler(logging.NullHandler())
 
 _QUANTISED = tuple(kind for kind in TYPES if kind not in ("F16", "BF16"))
 FASTER: dict[str, tuple[str, ...]] = {"avx2": _QUANTISED, "avxvnni": _QUANTISED, "avx512vnni": _QUANTISED}
-"""Types that are switched on by default. On avx2 each was measured faster than stock at every batch size; F16 and
-BF16 are not, one row at a time. The other levels could not be measured where this was written."""
+"""Types that are switched on by default. On avx2 each was measured faster than stock at every batch size;
+F16 and BF16 are not, one row at a time. The other levels could not be measured where this was written."""
 
 _TEST_SECONDS = 120
 

@@ -1,6 +1,6 @@
 """``python -m llamaherd_kernels.selftest LEVEL TYPE...``: are the plug-in's products right on this machine?
 
-Run in a process of its own, because what is wrong may kill it. Prints one line of JSON: the types that passed.
+Run in a process of its own, because what is wrong may kill it. Prints JSON: the types that passed.
 Each type's products are computed by ggml's own graph code, with the weights in its stock buffer and in ours,
 for one row, few and many, for experts, and with other numbers of threads; they must agree with stock as well
 as quantised activations allow, and among each other bit by bit.
