@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -66,70 +65,23 @@ def main() -> None:
 
 def compare_products(options: argparse.Namespace) -> None:
     import llamaherd_kernels
-    from llamaherd_kernels import ggml as graphs
-    from llamaherd_kernels.library import TYPES as NUMBERS
+    from llamaherd_kernels.measure import compare_products as compare
 
-    options.types = options.types or TYPES
-    status = llamaherd_kernels.enable(types=tuple(options.types), level=options.level)
+    types = tuple(options.types or TYPES)
+    status = llamaherd_kernels.enable(types=types, level=options.level)
     print(f"{status.level or status.reason}, {options.threads} threads")
     if not status.active:
         sys.exit(1)
-    ggml = graphs.bind()
+    shapes = tuple(tuple(map(int, shape.split("x"))) for shape in options.shapes)
     print(
         f"{'type':8}{'K x N':>14}{'rows':>6}{'stock':>10}{'ours':>10}{'ratio':>7}{'GOPS':>7}{'GB/s':>6}  stock's path"
     )
-    for name in options.types:
-        for shape in options.shapes:
-            k, n = map(int, shape.split("x"))
-            if k % 256 and (name.endswith("_K") or name == "IQ4_XS"):
-                continue  # its blocks hold 256 values
-            random = np.random.default_rng(0)
-            weights = graphs.quantise(ggml, NUMBERS[name], random.standard_normal((n, k)).astype(np.float32))
-            for rows in options.rows:
-                x = random.standard_normal((rows, k)).astype(np.float32)
-                made = {}
-                for path in ("CPU_REPACK", "CPU", "LLAMAHERD"):
-                    if path == "CPU" and "CPU_REPACK" in made:
-                        continue
-                    product = graphs.Product(ggml, NUMBERS[name], (k, n), rows, path, options.threads)
-                    if not product.supported:
-                        product.close()
-                        continue
-                    product.set_weights(weights)
-                    product.set_activations(x)
-                    made[path] = product
-                times = interleaved(
-                    {path: product.compute for path, product in made.items()},
-                    options.seconds,
-                    time.process_time if options.threads == 1 else time.perf_counter,
-                )
-                for product in made.values():
-                    product.close()
-                ours = times.pop("LLAMAHERD")
-                path, stock = next(iter(times.items()))
-                print(
-                    f"{name:8}{shape:>14}{rows:6}{stock * 1e6:8.0f}us{ours * 1e6:8.0f}us{stock / ours:7.2f}"
-                    f"{2e-9 * k * n * rows / ours:7.0f}{1e-9 * len(weights) / ours:6.1f}  {path}",
-                    flush=True,
-                )
-
-
-def interleaved(calls: dict, seconds: float, clock: Callable[[], float], rounds: int = 5) -> dict[str, float]:
-    """Median time of a call of each, measured in turns."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        start = clock()
-        call()
-        repeats[name] = max(1, int(seconds / rounds / (clock() - start + 1e-7)))
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = clock()
-            for _ in range(repeats[name]):
-                call()
-            samples[name].append((clock() - start) / repeats[name])
-    return {name: statistics.median(found) for name, found in samples.items()}
+    for m in compare(types, shapes, tuple(options.rows), threads=options.threads, seconds=options.seconds):
+        print(
+            f"{m.type:8}{f'{m.k}x{m.n}':>14}{m.rows:6}{m.stock * 1e6:8.0f}us{m.ours * 1e6:8.0f}us{m.ratio:7.2f}"
+            f"{m.gops:7.0f}{m.gigabytes:6.1f}  {m.stock_path}",
+            flush=True,
+        )
 
 
 MODEL_TYPES = ["Q4_0", "Q4_1", "Q8_0", "Q4_K_M", "Q6_K", "BF16"]

@@ -28,6 +28,7 @@ COMMANDS = {
     "convert": ("files", "Write a model file in another container or type."),
     "perplexity": ("measure", "How well a model predicts the text in a file."),
     "compare": ("measure", "What one model predicts otherwise than another."),
+    "bench": ("bench", "What llamaherd-kernels gains on this machine."),
     "serve": ("serve", "Serve models over HTTP: OpenAI's endpoints, Lean's, and a page."),
     "slice": ("making", "Layers [A, B) of a GGUF model as a model of their own."),
     "synthesize": (
@@ -39,7 +40,7 @@ COMMANDS = {
 }
 """Command -> its module here, and its line in ``llamaherd --help``."""
 
-_MODULES = ("suggest", "run", "chat", "info", "files", "making", "measure", "serve")
+_MODULES = ("suggest", "run", "chat", "info", "files", "making", "measure", "bench", "serve")
 _INTERRUPTED = 130
 
 # typer carries a click of its own in later versions

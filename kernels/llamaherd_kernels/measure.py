@@ -1,0 +1,131 @@
+"""Products of the plug-in beside stock llama.cpp's, on ggml's own threads, in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from . import ggml as graphs
+from .library import TYPES
+
+__all__ = ["Measured", "compare_products"]
+
+_WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A product of ``rows`` activations with K x N weights, in seconds (medians).
+
+    Attributes:
+        stock_path: where stock keeps the weights: CPU_REPACK, or CPU for the file's own layout.
+        weight_bytes: of the weights as a file holds them.
+    """
+
+    type: str
+    k: int
+    n: int
+    rows: int
+    stock: float
+    ours: float
+    stock_path: str
+    weight_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as stock."""
+        return self.stock / self.ours
+
+    @property
+    def gops(self) -> float:
+        """Multiplications and additions, 10^9 a second."""
+        return 2e-9 * self.k * self.n * self.rows / self.ours
+
+    @property
+    def gigabytes(self) -> float:
+        """Weights read, 10^9 bytes a second."""
+        return 1e-9 * self.weight_bytes / self.ours
+
+
+def compare_products(
+    types: tuple[str, ...],
+    shapes: tuple[tuple[int, int], ...],
+    rows: tuple[int, ...],
+    *,
+    threads: int,
+    seconds: float = 0.25,
+) -> Iterator[Measured]:
+    """Measure each type at each shape (K, N) and number of rows, after enable() with these types.
+
+    Stock is measured on its best path. With one thread the time is the CPU's, which other processes disturb
+    less. K-types are left out where K is no multiple of 256.
+    """
+    import numpy as np
+
+    ggml = graphs.bind()
+    for name in types:
+        for k, n in shapes:
+            if k % (256 if name in _WIDE else 32):
+                continue
+            random = np.random.default_rng(0)
+            weights = graphs.quantise(ggml, TYPES[name], random.standard_normal((n, k)).astype(np.float32))
+            for count in rows:
+                x = random.standard_normal((count, k)).astype(np.float32)
+                products: dict[str, graphs.Product] = {}
+                try:
+                    for path in ("CPU_REPACK", "CPU", "LLAMAHERD"):
+                        if path != "CPU" or "CPU_REPACK" not in products:
+                            _add(products, ggml, path, TYPES[name], (k, n), count, threads)
+                    for product in products.values():
+                        product.set_weights(weights)
+                        product.set_activations(x)
+                    clock = time.process_time if threads == 1 else time.perf_counter
+                    found = _interleaved({p: q.compute for p, q in products.items()}, seconds, clock)
+                finally:
+                    for product in products.values():
+                        product.close()
+                ours = found.pop("LLAMAHERD")
+                path, stock = next(iter(found.items()))
+                yield Measured(name, k, n, count, stock, ours, path, len(weights))
+
+
+def _add(
+    products: dict[str, graphs.Product],
+    ggml: Any,
+    path: str,
+    kind: int,
+    shape: tuple[int, int],
+    rows: int,
+    threads: int,
+) -> None:
+    try:
+        product = graphs.Product(ggml, kind, shape, rows, path, threads)
+    except LookupError:
+        return  # a build of llama.cpp without repacking
+    if product.supported:
+        products[path] = product
+    else:
+        product.close()
+
+
+def _interleaved(
+    calls: Mapping[str, Callable[[], None]], seconds: float, clock: Callable[[], float], rounds: int = 5
+) -> dict[str, float]:
+    """Median time of a call of each, measured in turns."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    repeats = {}
+    for name, call in calls.items():
+        call()
+        start = clock()
+        call()
+        repeats[name] = max(1, int(seconds / rounds / (clock() - start + 1e-7)))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = clock()
+            for _ in range(repeats[name]):
+                call()
+            samples[name].append((clock() - start) / repeats[name])
+    return {name: statistics.median(found) for name, found in samples.items()}
