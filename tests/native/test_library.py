@@ -112,3 +112,17 @@ def test_log_levels(caplog):
         ("ERROR", " goes on"),
         ("WARNING", "\ufffd"),
     ]
+
+
+def test_a_model_runs_without_the_kernels_too(tiny_model_path):
+    done = run(
+        f"""
+        import sys
+        sys.modules["llamaherd_kernels"] = None
+        from llamaherd import Model
+        from llamaherd.native.kernels import enable_kernels
+        with Model.load({str(tiny_model_path)!r}):
+            print(enable_kernels())
+        """
+    )
+    assert "stock llama.cpp" in done.stdout, done.stderr
