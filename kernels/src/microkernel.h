@@ -313,6 +313,7 @@ struct Plain {
     };
     using Float = typename V::Float;
     static constexpr int block = 1, block_bytes = 2, max_rows = V::max_rows == 4 ? 6 : V::max_rows;
+    static constexpr int together = 4;
     static constexpr int64_t strip_bytes(int64_t K) { return K * L::columns * 2; }
     static size_t row_bytes(int64_t) { return 0; }
     static void prepare(const float *, int64_t, uint8_t *) {}
@@ -363,6 +364,34 @@ struct Plain {
     }
 };
 
+// One row alone with several strips of 16-bit floats: each element's sum is a chain of additions that wait for each
+// other, so that one strip would leave the CPU idle. The order of each sum is the tile's.
+template <class V, class F>
+static __attribute__((noinline)) void run_row(const uint8_t * strips, int64_t K, const Row & row, int64_t column) {
+    using Q = Plain<V, F>;
+    const float * x = reinterpret_cast<const float *>(row.activations);
+    typename V::Float total[Q::together][panels];
+#pragma GCC unroll 8
+    for (int s = 0; s < Q::together; ++s)
+#pragma GCC unroll 8
+        for (int p = 0; p < panels; ++p) total[s][p] = V::zero_float();
+    for (int64_t k = 0; k < K; ++k, strips += Q::L::columns * 2) {
+        const typename V::Float a = V::set1_float(x[k]);
+#pragma GCC unroll 8
+        for (int s = 0; s < Q::together; ++s)
+#pragma GCC unroll 8
+            for (int p = 0; p < panels; ++p) {
+                const uint8_t * at = strips + s * Q::strip_bytes(K) + p * 2 * V::lanes;
+                total[s][p] = V::fma(F::bf16 ? V::load_bf16(at) : V::load_f16(at), a, total[s][p]);
+            }
+    }
+#pragma GCC unroll 8
+    for (int s = 0; s < Q::together; ++s)
+#pragma GCC unroll 8
+        for (int p = 0; p < panels; ++p)
+            V::store(row.out + column + s * Q::L::columns + p * V::lanes, total[s][p]);
+}
+
 template <class Q, int M>
 static __attribute__((noinline)) void run_tile(const uint8_t * strip, int64_t K, const Row * rows, int64_t column,
                                                int64_t width) {
@@ -406,6 +435,16 @@ static void multiply(const uint8_t * packed, int64_t K, int64_t N, int64_t first
     }
 }
 
+template <class V, class F>
+static void multiply_plain(const uint8_t * packed, int64_t K, int64_t N, int64_t first, int64_t last, const Row * rows,
+                           int64_t M) {
+    using Q = Plain<V, F>;
+    if (M == 1)
+        for (; first + Q::together <= last && (first + Q::together) * Q::L::columns <= N; first += Q::together)
+            run_row<V, F>(packed + first * Q::strip_bytes(K), K, rows[0], first * Q::L::columns);
+    multiply<Q>(packed, K, N, first, last, rows, M);
+}
+
 template <class Q>
 static size_t packed_bytes(int64_t K, int64_t N) {
     return static_cast<size_t>((N + Q::L::columns - 1) / Q::L::columns * Q::strip_bytes(K));
@@ -417,6 +456,13 @@ static constexpr Kernel kernel() {
             Q::row_bytes,  Q::prepare,   multiply<Q>};
 }
 
+template <class V, class F>
+static constexpr Kernel plain() {
+    Kernel k = kernel<Plain<V, F>, F>();
+    k.multiply = multiply_plain<V, F>;
+    return k;
+}
+
 template <class V>
 struct Kernels {
     static constexpr Kernel all[] = {
@@ -426,8 +472,8 @@ struct Kernels {
         kernel<Quantised<V, MXFP4>, MXFP4>(),   kernel<Quantised<V, Q4_K>, Q4_K>(),
         kernel<Quantised<V, Q5_K>, Q5_K>(),     kernel<Quantised<V, Q6_K>, Q6_K>(),
         kernel<Quantised<V, Q2_K>, Q2_K>(),     kernel<Quantised<V, Q3_K>, Q3_K>(),
-        kernel<Quantised<V, IQ4_XS>, IQ4_XS>(), kernel<Plain<V, F16>, F16>(),
-        kernel<Plain<V, BF16>, BF16>(),
+        kernel<Quantised<V, IQ4_XS>, IQ4_XS>(), plain<V, F16>(),
+        plain<V, BF16>(),
     };
 };
 

@@ -163,7 +163,7 @@ LOGITS = """
 
 
 @needs_level
-@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "q4_k_m", "q6_k"])
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "q4_k_m", "q6_k", "bf16"])
 def test_a_model_gives_bitwise_the_same_in_any_chunks_and_threads(cache, tmp_path, kind):
     if not works(cache):
         pytest.skip("no level passes its self-test here")
