@@ -117,7 +117,8 @@ def test_log_levels(caplog):
 def test_a_model_runs_without_the_kernels_too(tiny_model_path):
     done = run(
         f"""
-        import sys
+        import os, sys
+        os.environ["LLAMAHERD_KERNELS"] = "on"
         sys.modules["llamaherd_kernels"] = None
         from llamaherd import Model
         from llamaherd.native.kernels import enable_kernels
