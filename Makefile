@@ -1,5 +1,6 @@
 # make demo   the main job on a real model: suggestions for a Lean goal
 # make test   the tests
+# make test-kernels  compiles the kernels, and tests them
 # make check  what CI checks beside the tests: style, types, import rules
 # make clean  remove the virtual environment and caches
 #
@@ -20,7 +21,7 @@ h : a = b
 endef
 export GOAL
 
-.PHONY: demo test check clean
+.PHONY: demo test test-kernels check clean
 
 demo: $(VENV)/.demo
 	@printf '%s\n\n$$ llamaherd suggest --lean "$$GOAL"\n' "$$GOAL"
@@ -28,6 +29,9 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
+
+test-kernels: $(VENV)/.dev $(VENV)/.kernels
+	$(BIN)/python -m pytest tests/kernels $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -65,7 +69,7 @@ $(VENV)/.demo: $(VENV)/.llama $(VENV)/.kernels pyproject.toml
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.llama $(VENV)/.kernels pyproject.toml
+$(VENV)/.dev: $(VENV)/.llama pyproject.toml
 	@echo "Installing what the tests need. PyTorch among it is large: some minutes the first time."
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@ $(VENV)/.demo

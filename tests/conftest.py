@@ -9,6 +9,8 @@ import pytest
 
 # before anything loads OpenMP: threads that spin while they wait ruin each other's time on shared CPUs
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# stock llama.cpp, which the oracles are compared with; tests/kernels switches the kernels on in processes of its own
+os.environ.setdefault("LLAMAHERD_KERNELS", "off")
 
 
 @pytest.fixture(scope="session")

@@ -59,8 +59,7 @@ def test_logits_equal_those_of_gguf(tmp_path, to, type, mode):
     expected = logits(back, use_extra_bufts=mode != "fast-open") if mode else None
     if expected is not None:
         assert np.array_equal(ours, expected)
-    # against another layout: kernels differ, and each rounds the activations to eight bits in its own way
-    assert cosine(ours, logits(back)) > 0.9995
+    assert cosine(ours, logits(back)) > 0.9998
     assert np.isfinite(ours).all()
 
 
