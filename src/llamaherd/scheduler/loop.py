@@ -158,7 +158,7 @@ class Scheduler:
             Running(
                 key=id(c),
                 computed=c.computed,
-                pending=c.pending,
+                pending=len(c.group.prompt) - c.computed if c.prefilling else c.pending,
                 started=c.started,
                 served=c.served,
                 paused=c.group.handle.backlog >= limit,
@@ -222,7 +222,7 @@ class Scheduler:
         self._starts += 1
         self._reused += reused
         candidate.sequence, candidate.computed, candidate.started = sequence, reused, self._starts
-        candidate.prefilling = candidate.pending > 0
+        candidate.prefilling = reused < len(group.prompt)
         if group.started is None:
             group.started = time.monotonic()
             group.cached_tokens = min(reused, len(group.prompt))
@@ -274,14 +274,17 @@ class Scheduler:
         self._intake.restart_beams(group)
 
     def _decode(self, candidates: Sequence[Candidate]) -> None:
-        """One token of each candidate in one batch."""
+        """One token of each candidate in one batch: its newest, or the next of those it has to replay.
+
+        A replay goes the way the tokens went at first, one by one: llama.cpp rounds a prompt otherwise.
+        """
         if not candidates:
             return
         batch = Batch(
-            tokens=np.array([c.tokens[-1] for c in candidates], np.int32),
+            tokens=np.array([c.tokens[c.computed - len(c.group.prompt)] for c in candidates], np.int32),
             positions=np.array([c.computed for c in candidates], np.int32),
             sequences=np.array([c.sequence for c in candidates], np.int32),
-            outputs=np.ones(len(candidates), np.bool_),
+            outputs=np.array([c.pending == 1 for c in candidates], np.bool_),
         )
         logits = self._compute(batch, candidates)
         if logits is None:
@@ -289,16 +292,18 @@ class Scheduler:
         self._decoded += len(candidates)
         for c in candidates:
             c.computed += 1
-        self._emitter.advance(candidates, logits)
+        ready = [c for c in candidates if not c.pending]
+        if ready:
+            self._emitter.advance(ready, logits)
 
     def _prefill(self, candidate: Candidate, start: int, end: int) -> None:
-        """Tokens [start, end) of one candidate's prompt (or replay)."""
+        """Tokens [start, end) of one candidate's prompt."""
         if not self._room_to_prefill(candidate, end - start):
             return
         group = candidate.group
-        at_prompt_end, at_end = end == len(group.prompt), end == candidate.length
+        at_end = end == len(group.prompt)
         outputs = np.zeros(end - start, np.bool_)
-        outputs[-1] = at_end or at_prompt_end
+        outputs[-1] = at_end
         batch = Batch(
             tokens=candidate.slice(start, end),
             positions=np.arange(start, end, dtype=np.int32),
@@ -311,12 +316,12 @@ class Scheduler:
         self._prefilled += end - start
         candidate.computed = end
         candidate.served = self._steps + 1
-        if at_prompt_end:
+        if at_end:
             group.prompt_logits = logits[0].copy()
             self._logits.put(group.prompt, group.prompt_logits)
-        if at_end:
             candidate.prefilling = False
-            self._emitter.advance([candidate], logits)
+            if not candidate.pending:
+                self._emitter.advance([candidate], logits)
 
     def _room_to_prefill(self, candidate: Candidate, cells: int) -> bool:
         """Make room, from younger candidates too; if that is not enough the candidate gives way itself."""

@@ -34,11 +34,11 @@ class Running:
     Attributes:
         key: names it.
         computed: tokens in the KV cache.
-        pending: tokens not yet computed; one for a candidate that decodes.
+        pending: tokens of the prompt not yet computed, while it prefills.
         started: order of starting.
         served: the step at which it last computed.
         paused: its reader is too slow.
-        prefilling: its pending tokens belong to the prompt (or to a replay), whatever their number.
+        prefilling: its pending tokens belong to the prompt, whatever their number.
     """
 
     key: int

@@ -26,7 +26,8 @@ class Candidate:
         tokens: generated so far.
         sequence: its id in the KV cache while it runs.
         computed: how many of prompt + tokens are in the KV cache.
-        prefilling: its next tokens are the prompt's, or a replay of its own.
+        prefilling: its next tokens are the prompt's. Those of its own that it has to replay after it gave
+            way, or came from elsewhere, are decoded again.
     """
 
     group: Group
