@@ -22,7 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="200")  # as ours does; also for torch's own pool
+# two pools that spin would fight
+if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
+    os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="200")
 
 import numpy as np
 import torch

@@ -113,12 +113,12 @@ async def _status(server: Server) -> dict[str, Any]:
 
 
 def test_three_kills(demo_model_path: Path) -> None:
-    with serving(*EXACT, "--heartbeat-timeout", "60") as server:
+    with serving("--max-sequences", "16", "--heartbeat-timeout", "60") as server:
         asyncio.run(run(server, count=6, tokens=40, kills=3, seed=1))
 
 
 def test_a_stopped_worker_is_replaced_under_the_streams(demo_model_path: Path) -> None:
-    with serving(*EXACT, "--heartbeat-timeout", "3") as server:
+    with serving("--max-sequences", "16", "--heartbeat-timeout", "3") as server:
         asyncio.run(run(server, count=3, tokens=30, kills=1, seed=2, stop=True))
 
 

@@ -30,9 +30,9 @@ _CONTINUE = 5
 
 
 def _import() -> Any:
-    # OpenMP's threads wait for each other by spinning unless told otherwise before it is loaded: beside any
-    # other busy process that costs most of the speed. Sleeping at once costs a third on an idle machine, so
-    # they spin for a few microseconds, about as long as one operation of a small model takes, and then sleep
+    # unless told otherwise before it is loaded, OpenMP's threads spin long while they wait for each other,
+    # which beside another busy process costs most of the speed; sleeping at once costs up to a third of it
+    # on an idle machine. So they spin shortly, then sleep (docs/decisions.md has the figures)
     if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
         os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="200")
     try:

@@ -82,7 +82,7 @@ class Emitter:
         candidate.logprobs.append(logprob)
         ends = complete or token in group.end_tokens
         full = len(candidate.tokens) >= group.max_tokens
-        piece = self._intake.piece(group, token)
+        piece = b"" if complete else self._intake.piece(group, token)
         delta = candidate.stream.push(piece, final=ends or full)
         candidate.text += delta.text
         reason: FinishReason | None = None
