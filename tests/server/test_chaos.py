@@ -124,6 +124,7 @@ def test_a_stopped_worker_is_replaced_under_the_streams(demo_model_path: Path) -
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3000)
-def test_sixteen_streams_and_twenty_kills(demo_model_path: Path) -> None:
-    with serving(*EXACT, "--heartbeat-timeout", "60") as server:
+@pytest.mark.parametrize("options", [("--max-sequences", "16"), EXACT], ids=["defaults", "exact"])
+def test_sixteen_streams_and_twenty_kills(demo_model_path: Path, options: tuple[str, ...]) -> None:
+    with serving(*options, "--heartbeat-timeout", "60") as server:
         asyncio.run(run(server, count=16, tokens=150, kills=20, seed=3))
