@@ -233,7 +233,7 @@ def test_n_mult_gives_n_ff_as_readers_compute_it(tmp_path: Path, n_ff: int) -> N
         contents.metadata["llama.feed_forward_length"] = TypedValue(ValueType.UINT32, n_ff)
         start = time.process_time()
         files.legacy_writer.write_legacy(tmp_path / "b.bin", contents, sync=False)
-        assert time.process_time() - start < 1
+        assert time.process_time() - start < 10  # a search one by one takes minutes
     with files.open(tmp_path / "b.bin") as model:
         n_mult: Any = model.metadata["n_mult"]
         assert (2 * (4 * 128) // 3 + n_mult - 1) // n_mult * n_mult == n_ff

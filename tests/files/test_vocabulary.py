@@ -38,7 +38,7 @@ def test_a_large_vocabulary_takes_milliseconds() -> None:
         start = time.process_time()
         assert find_duplicate_token(metadata) is None
         best = min(best, time.process_time() - start)
-    assert best < 0.1  # 262,144 entries in less than 50 ms on an idle core; measured about 20
+    assert best < 0.5  # about 20 ms on an idle core
 
 
 def tokenizer(kind: str) -> dict[str, Any]:
