@@ -38,7 +38,8 @@
     │   └── ShuttingDownError               no new requests are taken
     ├── WorkerError                     the engine's process failed
     │   ├── WorkerStartError                it cannot be started
-    │   └── WorkerDiedError                 this request ended it more than once
+    │   ├── WorkerDiedError                 this request ended it more than once
+    │   └── StageLostError                  a stage of a pipeline was lost
     └── ClosedError                     used after close()
 
 Each carries what it talks about as attributes (the value, the limit), so that callers decide by type
@@ -83,6 +84,7 @@ __all__ = [
     "SequenceError",
     "ShuttingDownError",
     "SlowReaderError",
+    "StageLostError",
     "StateMismatchError",
     "TokenError",
     "TruncatedFileError",
@@ -447,6 +449,15 @@ class WorkerStartError(WorkerError):
 
 class WorkerDiedError(WorkerError):
     """The worker process died over this request, more than once; it is not tried again."""
+
+
+class StageLostError(WorkerError):
+    """A stage of a pipeline died, froze or lost its way. ``stage`` is its number, -1 if that is not known."""
+
+    def __init__(self, stage: int, cause: str) -> None:
+        self.stage = stage
+        which = "a stage of the pipeline" if stage < 0 else f"stage {stage} of the pipeline"
+        super().__init__(f"{which} was lost: {cause}", cause)
 
 
 # ----------------------------------------------------------------------------------------- closed

@@ -20,7 +20,6 @@ from ..errors import (
     DecodeError,
     InvalidParameterError,
     OutOfCellsError,
-    PositionError,
     PromptTooLongError,
     RequestError,
     TokenError,
@@ -31,13 +30,14 @@ from ..native.handles import Handle
 from ..native.library import forget_log, recent_log
 from ..native.params import cache_type
 from . import state
-from .guidance import GuidedSampler
+from .batches import check_batch
 from .memory import Memory
 from .model import Model
 from .outputs import Outputs, Part, join, target_rows
 from .protocol import Batch, FloatArray, TokenSampler
-from .sampler import Sampler
+from .sampling import make_sampler
 from .settings import check_settings, default_settings
+from .ubatches import ubatches
 from .vocabulary import Vocabulary
 
 __all__ = ["Context", "Outputs"]
@@ -164,7 +164,8 @@ class Context:
             logits: the wanted tokens' logits.
             hidden: their last hidden states, after the final norm.
             layers: the hidden states after these layers (needs ``layer_outputs=True``), -1 being what enters
-                the first one. The batch is then computed sequence by sequence.
+                the first one. Without ``logits`` and ``hidden`` nothing behind the last of them is computed.
+                Of recurrent models the batch is then computed sequence by sequence.
             into: float32 [rows, n_vocab] and the row for each wanted token: the logits are copied there, once
                 and before any other thread's decode, and are the array that is returned.
 
@@ -189,13 +190,13 @@ class Context:
         into: tuple[FloatArray, NDArray[np.intp]] | None = None,
     ) -> Outputs:
         with self._lock:
-            appended = self._check_batch(batch)
+            appended = self._check(batch)
             layers = self._check_layers(layers)
             before = {s: self.memory.length(s) for s in appended}
             target = None if into is None else target_rows(batch, into, self.vocabulary.n_tokens)
             self._abort.clear()
             try:
-                calls = self._parts(batch, by_sequence=bool(layers))
+                calls = self._parts(batch, in_order=bool(layers))
                 parts = [self._run_part(batch, part, logits, hidden, layers, target) for part in calls]
             except BaseException:
                 for sequence, length in before.items():
@@ -208,17 +209,21 @@ class Context:
             outputs = join(batch, parts, logits, hidden, layers, self.vocabulary.n_tokens, self.model.n_embd)
             return outputs if into is None else dataclasses.replace(outputs, logits=into[0])
 
-    def _parts(self, batch: Batch, *, by_sequence: bool) -> list[NDArray[np.intp]]:
-        """Indices of the tokens of each llama_decode call."""
-        if not by_sequence:
-            index = np.arange(len(batch))
-            return [index[a : a + self.n_batch] for a in range(0, len(batch), self.n_batch)]
-        # the tap sees one array a forward pass: tokens must not be reordered or split behind its back
-        parts = []
-        for sequence in dict.fromkeys(batch.sequences.tolist()):
-            index = np.flatnonzero(batch.sequences == sequence)
-            parts += [index[a : a + self.n_ubatch] for a in range(0, len(index), self.n_ubatch)]
-        return parts
+    def _parts(self, batch: Batch, *, in_order: bool) -> list[NDArray[np.intp]]:
+        """Indices of the tokens of each llama_decode call; ``in_order``: each is one forward pass."""
+        index = np.arange(len(batch))
+        if in_order and self.model.is_recurrent:
+            calls = [np.flatnonzero(batch.sequences == s) for s in dict.fromkeys(batch.sequences.tolist())]
+            return [c[a : a + self.n_ubatch] for c in calls for a in range(0, len(c), self.n_ubatch)]
+        calls = [index[a : a + self.n_batch] for a in range(0, len(batch), self.n_batch)]
+        if not in_order:
+            return calls
+        # the tap sees the rows of a forward pass in llama.cpp's order, which must be known
+        return [
+            call[part]
+            for call in calls
+            for part in ubatches(batch.sequences[call], self.n_ubatch, unified=self.unified)
+        ]
 
     def _run_part(
         self,
@@ -233,7 +238,7 @@ class Context:
         everything = bool(layers) or hidden  # hidden states come for all tokens or not at all
         self._want_hidden(hidden)
         if self._tap is not None:
-            self._tap.record(layers)
+            self._tap.record(layers, stop=not (logits or hidden))
         outputs = np.ones(len(part), np.bool_) if everything else wanted
         limit = self.params.get("n_outputs_max", 0) or self.n_batch
         if outputs.sum() > limit:
@@ -294,36 +299,9 @@ class Context:
             raise DecodeAbortedError
         raise DecodeError(code, "llama.cpp could not compute this batch", recent_log())
 
-    def _check_batch(self, batch: Batch) -> dict[int, int]:
-        """Refuse what would make libllama abort or misbehave; tokens that each sequence gains."""
-        n = len(batch)
-        given = batch.tokens if batch.tokens is not None else batch.embeddings
-        if n == 0 or given is None or (batch.tokens is not None and batch.embeddings is not None):
-            raise RequestError("a batch holds at least one token, as either tokens or embeddings")
-        if not len(given) == len(batch.sequences) == len(batch.outputs) == n:
-            raise RequestError(
-                f"a batch's arrays are equally long, not {len(given)}, {n} positions, "
-                f"{len(batch.sequences)} sequences and {len(batch.outputs)} outputs"
-            )
-        if batch.tokens is not None:
-            n_vocab = self.vocabulary.n_tokens
-            bad = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= n_vocab))
-            if len(bad):
-                raise TokenError(int(batch.tokens[bad[0]]), n_vocab, int(bad[0]))
-        elif given.shape != (n, self.model.n_embd):
-            raise RequestError(f"embeddings have the shape ({n}, {self.model.n_embd}), not {given.shape}")
-        appended: dict[int, int] = {}
-        for sequence, position in zip(batch.sequences.tolist(), batch.positions.tolist(), strict=True):
-            count = appended.get(sequence, 0)
-            expected = self.memory.length(sequence) + count
-            if position != expected:
-                raise PositionError(position, f"the sequence goes on at {expected}", sequence)
-            if position >= self.n_ctx:
-                raise PositionError(position, f"n_ctx is {self.n_ctx}", sequence)
-            appended[sequence] = count + 1
-        if n > self.memory.free_cells:
-            raise OutOfCellsError(n, self.memory.used_cells, self.memory.n_cells)
-        return appended
+    def _check(self, batch: Batch) -> dict[int, int]:
+        n_vocab, n_embd = self.vocabulary.n_tokens, self.model.n_embd
+        return check_batch(batch, self.memory, n_ctx=self.n_ctx, n_vocab=n_vocab, n_embd=n_embd)
 
     def _check_layers(self, layers: Sequence[int]) -> Sequence[int]:
         if layers and self._tap is None:
@@ -418,7 +396,7 @@ class Context:
                 self.memory.release(sequence)
 
     def _run_pooled(self, batch: Batch) -> None:
-        appended = self._check_batch(batch)
+        appended = self._check(batch)
         self._abort.clear()
         self._want_hidden(True)
         native_batch = self._batch.fill(batch.tokens, None, batch.positions, batch.sequences, batch.outputs)
@@ -441,12 +419,7 @@ class Context:
             GrammarError: the grammar or JSON schema is not valid.
             TokenError: ``logit_bias`` names a token outside the vocabulary.
         """
-        n_vocab = self.vocabulary.n_tokens
-        if config.json_schema is None:
-            return Sampler(config, self.model.handle, n_vocab, self.n_ctx, prompt)
-        matcher = self.model.guide.matcher(config.json_schema)
-        sampler = Sampler(config, self.model.handle, n_vocab, self.n_ctx, prompt)
-        return GuidedSampler(sampler, matcher, n_vocab, config.json_schema)
+        return make_sampler(self.model, config, self.n_ctx, prompt)
 
     # ----------------------------------------------------------------------------- adapters
 

@@ -2,166 +2,51 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import OutOfCellsError, OutOfSequencesError, PositionError, SequenceError, UnsupportedError
+from ..errors import OutOfCellsError, OutOfSequencesError, PositionError, UnsupportedError
 from ..native import context as native
 from ..native.handles import Handle
-from .cells import CellLedger
+from .sequences import SequenceTable
 
 __all__ = ["Memory"]
 
 
-class Memory:
-    """Sequence ids and cells of one context. Every call is serialised with the context's decodes.
-
-    A unified cache shares the cells of forks; a split one gives each sequence a part of its own and forks
-    by copying. The lowest free id is handed out first: a split cache decodes neighbouring ids together.
-    """
+class Memory(SequenceTable):
+    """Sequence ids and cells of one context. Every call is serialised with the context's decodes."""
 
     def __init__(
-        self,
-        context: Handle,
-        lock: Any,
-        *,
-        n_sequences: int,
-        n_cells: int,
-        unified: bool,
-        can_trim: bool,
-        settle: Callable[[int, int], None],
+        self, context: Handle, lock: Any, *, settle: Callable[[int, int], None], **sizes: Any
     ) -> None:
+        super().__init__(lock, **sizes)
         self._context = context
-        self._lock = lock
-        self.n_sequences = n_sequences
-        self.n_cells = n_cells
-        self.can_trim = can_trim
-        self.unified = unified
-        self._free = list(range(n_sequences))
-        self._ledger = CellLedger(n_cells, unified=unified)
-        self._live: set[int] = set()
         self._settle = settle
         self._unsettled = False  # llama.cpp copies between streams and shifts when it next decodes
 
-    @property
-    def free_cells(self) -> int:
-        """Tokens that still fit, all sequences together."""
-        return self._ledger.free
+    def _check_open(self) -> None:
+        _ = self._context.pointer  # closed contexts hand nothing out
 
-    @property
-    def used_cells(self) -> int:
-        """Tokens in the cache; those that forks share count once."""
-        return self.n_cells - self._ledger.free
+    def _on_release(self, sequence: int) -> None:
+        native.memory_remove(self._context, sequence, -1, -1)
+
+    def _on_fork(self, source: int, target: int, length: int, have: int) -> None:
+        if length and (self.unified and self.can_trim):
+            native.memory_copy(self._context, source, target, 0, length)
+        elif length:
+            # across streams, and of recurrent states, only whole sequences can be copied
+            native.memory_copy(self._context, source, target, -1, -1)
+            self._unsettled = True
+            if length < have:
+                native.memory_remove(self._context, target, length, -1)
+
+    def _on_trim(self, sequence: int, length: int) -> None:
+        native.memory_remove(self._context, sequence, length, -1)
 
     @property
     def can_shift(self) -> bool:
         """Whether shift() works on this model's cache."""
         return self.can_trim and native.memory_can_shift(self._context)
-
-    @property
-    def free_sequences(self) -> int:
-        """Sequence ids that are not handed out."""
-        return len(self._free)
-
-    @property
-    def live(self) -> frozenset[int]:
-        """The sequence ids in use."""
-        return frozenset(self._live)
-
-    def check(self, sequence: int) -> None:
-        """Refuse an id that is not in use. Raises SequenceError."""
-        if type(sequence) is not int:
-            raise SequenceError(sequence, "ids are ints, as allocate() gives them")
-        if sequence not in self._live:
-            if not 0 <= sequence < self.n_sequences:
-                raise SequenceError(sequence, f"ids are in [0, {self.n_sequences}) (n_seq_max)")
-            raise SequenceError(sequence, "it is not in use; allocate() hands ids out")
-
-    def length(self, sequence: int) -> int:
-        """Tokens that the sequence holds; its next position. Raises SequenceError."""
-        self.check(sequence)
-        return self._ledger.length(sequence)
-
-    def own_cells(self, sequence: int) -> int:
-        """Cells that only this sequence uses: what releasing it would free. Raises SequenceError."""
-        self.check(sequence)
-        return self._ledger.own(sequence)
-
-    def allocate(self) -> int:
-        """An empty sequence's id. Raises OutOfSequencesError."""
-        with self._lock:
-            sequence = self._take()
-            self._ledger.open(sequence)
-            return sequence
-
-    def _take(self) -> int:
-        _ = self._context.pointer  # closed contexts hand nothing out
-        if not self._free:
-            raise OutOfSequencesError(1, 0, self.n_sequences)
-        sequence = heapq.heappop(self._free)
-        self._live.add(sequence)
-        return sequence
-
-    def release(self, sequence: int) -> None:
-        """Take a sequence id back and drop its tokens. Raises SequenceError."""
-        with self._lock:
-            self.check(sequence)
-            native.memory_remove(self._context, sequence, -1, -1)
-            self._ledger.close(sequence)
-            self._live.discard(sequence)
-            heapq.heappush(self._free, sequence)
-
-    def fork(self, sequence: int, length: int | None = None) -> int:
-        """A new sequence that begins as the first ``length`` tokens of another (all, if None).
-
-        Raises:
-            SequenceError, PositionError: no such sequence; more tokens than it has, or part of a
-                recurrent state.
-            OutOfSequencesError, OutOfCellsError: no id; no room for a copy (split cache).
-        """
-        with self._lock:
-            have = self.length(sequence)
-            n = have if length is None else length
-            self._check_length(sequence, n, have)
-            if not self.unified and n > self._ledger.free:
-                raise OutOfCellsError(n, self.used_cells, self.n_cells)
-            target = self._take()
-            self._ledger.fork(sequence, target, n)
-            if n and (self.unified and self.can_trim):
-                native.memory_copy(self._context, sequence, target, 0, n)
-            elif n:
-                # across streams, and of recurrent states, only whole sequences can be copied
-                native.memory_copy(self._context, sequence, target, -1, -1)
-                self._unsettled = True
-                if n < have:
-                    native.memory_remove(self._context, target, n, -1)
-            return target
-
-    def trim(self, sequence: int, length: int) -> None:
-        """Keep only the first ``length`` tokens.
-
-        Raises:
-            SequenceError, PositionError: no such sequence; more tokens than it has, or part of a
-                recurrent state.
-        """
-        with self._lock:
-            have = self.length(sequence)
-            self._check_length(sequence, length, have)
-            if length < have:
-                native.memory_remove(self._context, sequence, length, -1)
-                self._ledger.trim(sequence, length)
-
-    def _check_length(self, sequence: int, length: int, have: int) -> None:
-        if type(length) is not int or not 0 <= length <= have:
-            raise PositionError(length, f"the sequence holds {have} tokens", sequence)
-        if not self.can_trim and 0 < length < have:
-            raise PositionError(
-                length,
-                "this model's state (recurrent, or a sliding window without swa_full) cannot be cut; fork it "
-                "before going on, or start again",
-                sequence,
-            )
 
     def shift(self, sequence: int, keep: int, discard: int) -> None:
         """Drop ``discard`` tokens after the first ``keep`` and move the rest down (K-shift).
@@ -205,12 +90,6 @@ class Memory:
             raise OutOfCellsError(have, self.used_cells, self.n_cells)
         self._ledger.unshare(sequence)
 
-    def clear(self) -> None:
-        """Take all sequences back."""
-        with self._lock:
-            for sequence in sorted(self._live):
-                self.release(sequence)
-
     # for the context, which holds the lock
 
     def settle(self, sequence: int) -> None:
@@ -230,7 +109,7 @@ class Memory:
 
     def appended(self, sequence: int, n: int) -> None:
         """Note n tokens that a decode has put at the sequence's end."""
-        self._ledger.append(sequence, n)
+        super().appended(sequence, n)
         self._unsettled = False
 
     def roll_back(self, sequence: int, length: int) -> None:

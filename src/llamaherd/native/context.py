@@ -48,6 +48,7 @@ class LayerTap:
     def __init__(self) -> None:
         self._wanted: dict[bytes, int] = {}
         self.layers: dict[int, list[NDArray[np.float32]]] = {}
+        self._last = -1  # the layer after which the graph is left; -1: none
         self._callback = L.ggml_backend_sched_eval_callback(self._on_tensor)
 
     @property
@@ -55,8 +56,9 @@ class LayerTap:
         """The C callback; it must live as long as the context."""
         return self._callback
 
-    def record(self, layers: Sequence[int]) -> None:
-        """Collect these layers from now on (none: stop collecting)."""
+    def record(self, layers: Sequence[int], *, stop: bool = False) -> None:
+        """Collect these layers from now on (none: stop collecting); ``stop``: compute nothing behind them."""
+        self._last = max(layers, default=-1) if stop else -1
         self._wanted = {f"l_out-{i}".encode(): i for i in layers if i >= 0}
         if -1 in layers:
             self._wanted |= dict.fromkeys(_EMBEDDING_NAMES, -1)
@@ -75,6 +77,7 @@ class LayerTap:
                 self.layers[layer] = [rows]
             else:
                 self.layers.setdefault(layer, []).append(rows)
+                return layer != self._last
         return True
 
 

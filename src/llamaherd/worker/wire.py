@@ -9,15 +9,14 @@ The worker's settings (WorkerConfig) go in first, through its standard input.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
 from typing import IO, Any, TypeAlias, cast
 
 import msgspec
 
-from .. import errors
 from ..config import LoraConfig, SamplingConfig, SchedulerConfig
-from ..errors import LlamaherdError, WorkerStartError
+from ..errors import WorkerStartError
 from ..types import Finished, GenerationRequest, Prompt, PromptPart, Token, Usage
+from ..wire_errors import WireError, pack_error, unpack_error, valid_text
 
 __all__ = [
     "VERSION",
@@ -134,14 +133,6 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     steps: int = 0
     memory: int = 0
     step_seconds: float = 0.0
-
-
-class WireError(msgspec.Struct, frozen=True, array_like=True):
-    """An exception: the name of its class in llamaherd.errors, its message and its attributes."""
-
-    kind: str
-    message: str
-    data: dict[str, Any]
 
 
 # -------------------------------------------------------------------------------- to the worker
@@ -286,22 +277,13 @@ def decode_down(data: bytes) -> Down:
 # -------------------------------------------------------------------------------------- requests
 
 
-def _valid_text(text: str) -> str:
-    """Lone surrogates, which no encoding takes, become U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 def pack_prompt(prompt: Prompt) -> WirePrompt:
     """A prompt for the wire."""
     if isinstance(prompt, str):
-        return WirePrompt(text=_valid_text(prompt))
+        return WirePrompt(text=valid_text(prompt))
     if prompt and all(isinstance(p, PromptPart) for p in prompt):
         parts = [cast(PromptPart, p) for p in prompt]
-        return WirePrompt(parts=[PromptPart(_valid_text(p.text), p.parse_special) for p in parts])
+        return WirePrompt(parts=[PromptPart(valid_text(p.text), p.parse_special) for p in parts])
     return WirePrompt(tokens=[int(cast(int, t)) for t in prompt])
 
 
@@ -321,15 +303,15 @@ def pack_request(request: GenerationRequest) -> WireRequest:
         sampling=request.sampling,
         beams=request.beams,
         length_penalty=request.length_penalty,
-        stop=[_valid_text(s) for s in request.stop],
+        stop=[valid_text(s) for s in request.stop],
         stop_tokens=list(request.stop_tokens),
         ignore_eos=request.ignore_eos,
         logprobs=request.logprobs,
         deadline=request.deadline,
-        client=_valid_text(request.client),
+        client=valid_text(request.client),
         indices=None if request.indices is None else list(request.indices),
         resume={i: list(tokens) for i, tokens in request.resume.items()},
-        request_id=_valid_text(request.request_id),
+        request_id=valid_text(request.request_id),
     )
 
 
@@ -337,44 +319,6 @@ def unpack_request(wire: WireRequest) -> GenerationRequest:
     """A request from the wire. Raises InvalidParameterError, as GenerationRequest does."""
     fields = {name: getattr(wire, name) for name in wire.__struct_fields__}
     return GenerationRequest(**fields | {"prompt": unpack_prompt(wire.prompt)})
-
-
-# ---------------------------------------------------------------------------------------- errors
-
-
-def _tree(root: type[LlamaherdError]) -> Iterator[type[LlamaherdError]]:
-    yield root
-    for kind in root.__subclasses__():
-        yield from _tree(kind)
-
-
-_KINDS = {kind.__name__: kind for kind in _tree(LlamaherdError) if kind.__module__ == errors.__name__}
-_LONGEST = 20_000  # characters of a message or of an attribute
-
-
-def pack_error(error: LlamaherdError) -> WireError:
-    """An error for the wire: what it says, and those of its attributes that are plain values."""
-    kind = next(k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS)
-    return WireError(kind, _valid_text(str(error))[:_LONGEST], dict(_plain(vars(error))))
-
-
-def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, str):
-            yield name, _valid_text(value)[:_LONGEST]
-        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            continue
-        elif value is None or isinstance(value, (int, float)):
-            yield name, value
-
-
-def unpack_error(wire: WireError) -> LlamaherdError:
-    """An error of the same type, message and attributes."""
-    kind = _KINDS.get(wire.kind, LlamaherdError)
-    error = kind.__new__(kind)
-    Exception.__init__(error, wire.message)
-    error.__dict__.update(wire.data)
-    return error
 
 
 # -------------------------------------------------------------------------------------- settings

@@ -1,0 +1,1 @@
+"""One model over several processes or machines, cut by layers."""

@@ -1,0 +1,88 @@
+"""Slices on disk: made once for each model, range and way of cutting, and found again by their content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+
+from .. import files
+from ..errors import FileError
+from ..files.atomic import replacing
+from ..files.layers import count_layers
+from ..files.slice import check_cut, slice_model
+
+__all__ = ["SliceStore", "content_hash", "read_range"]
+
+_FORMAT = 1  # of slices: another one is cut again
+_PIECE = 8 << 20
+
+
+def read_range(path: str | PathLike[str]) -> tuple[int, int, int] | None:
+    """(start, end, layers of the whole) of a slice; None of a whole model. Raises FileError."""
+    with files.open(path) as model:
+        values = [model.metadata.get(f"llamaherd.slice.{key}") for key in ("start", "end", "layers")]
+    if any(type(value) is not int for value in values):
+        return None
+    start, end, layers = values
+    assert isinstance(start, int)
+    assert isinstance(end, int)
+    assert isinstance(layers, int)
+    if not 0 <= start < end <= layers:
+        raise FileError(path, f"says that it holds layers [{start}, {end}) of {layers}, which cannot be")
+    return start, end, layers
+
+
+def content_hash(path: str | PathLike[str]) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+class SliceStore:
+    """A folder of slices.
+
+    Args:
+        folder: ``LLAMAHERD_SLICES``, else ``llamaherd/slices`` in the user's cache folder.
+    """
+
+    def __init__(self, folder: str | PathLike[str] | None = None) -> None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.folder = Path(folder or os.environ.get("LLAMAHERD_SLICES") or cache / "llamaherd" / "slices")
+
+    def identity(self, path: str | PathLike[str]) -> str:
+        """The content hash of a model's files, remembered while they do not change. Raises FileError."""
+        with files.open(path) as model:
+            paths = [str(part.path) for part in model.parts]
+        look = [(os.path.abspath(p), (s := os.stat(p)).st_size, s.st_mtime_ns) for p in paths]
+        note = self.folder / f"{hashlib.sha256(repr(look).encode()).hexdigest()[:32]}.identity"
+        with suppress(OSError, ValueError, KeyError):
+            return str(json.loads(note.read_text())["sha256"])
+        found = hashlib.sha256("".join(content_hash(p) for p in paths).encode()).hexdigest()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with replacing(note) as file:
+            file.write(json.dumps({"sha256": found, "of": paths}).encode())
+        return found
+
+    def place(self, identity: str, start: int, end: int) -> Path:
+        """Where the slice of layers [start, end) of a model of that content hash is kept."""
+        return self.folder / f"{identity[:32]}-{start}-{end}.v{_FORMAT}.gguf"
+
+    def slice(self, path: str | PathLike[str], start: int, end: int) -> tuple[Path, int]:
+        """The slice of layers [start, end), cut now if it is not there, and the layers of the whole.
+
+        Raises FileError, UnsupportedFileError, InvalidParameterError: it cannot be cut there.
+        """
+        target = self.place(self.identity(path), start, end)
+        with files.open(path) as model:
+            layers = count_layers(model)
+            check_cut(model, start, end)
+            if not target.exists():
+                slice_model(model, start, end, target)
+        return target, layers
