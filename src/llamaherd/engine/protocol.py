@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 from ..config import SamplingConfig
 from ..types import Prompt
 
-__all__ = ["Batch", "Engine", "FloatArray", "IntArray", "SequenceMemory", "TextVocabulary", "TokenSampler"]
+__all__ = [
+    "Batch",
+    "Engine",
+    "FloatArray",
+    "IntArray",
+    "PipelinedEngine",
+    "SequenceMemory",
+    "TextVocabulary",
+    "TokenSampler",
+]
 
 FloatArray: TypeAlias = NDArray[np.float32]
 IntArray: TypeAlias = NDArray[np.int32]
@@ -166,3 +175,21 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything; idempotent."""
+
+
+@runtime_checkable
+class PipelinedEngine(Engine, Protocol):
+    """An engine that has several batches under way at once, of which each stage computes another."""
+
+    @property
+    def depth(self) -> int:
+        """Batches that keep every stage at work."""
+
+    def submit(self, batch: Batch) -> Any:
+        """Begin a batch; the ticket is for collect(). Sequences grow at once.
+
+        Raises TokenError, PositionError, SequenceError, OutOfCellsError: the batch is not valid.
+        """
+
+    def collect(self, ticket: Any) -> FloatArray:
+        """What decode() gives or raises, of the oldest batch that was not collected."""

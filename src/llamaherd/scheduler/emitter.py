@@ -217,7 +217,8 @@ class Emitter:
         kept = self._residency.retire(candidate.sequence, held, keep=keep)
         if kept is not None:
             candidate.group.idle.append(kept)
-        candidate.sequence, candidate.computed, candidate.prefilling = None, 0, False
+        candidate.sequence, candidate.computed, candidate.ahead = None, 0, 0
+        candidate.prefilling = False
 
 
 def _completions(group: Group) -> tuple[Completion, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import SchedulerConfig
-from ..engine.protocol import Batch, Engine, FloatArray
+from ..engine.protocol import Batch, Engine
 from ..errors import (
     ClosedError,
     DeadlineError,
@@ -25,9 +25,11 @@ from ..errors import (
     NativeError,
     OutOfCellsError,
     QueueFullError,
+    WorkerError,
 )
 from ..types import GenerationRequest
 from .emitter import Emitter
+from .flight import Flight, Flights
 from .handle import Handle
 from .intake import Intake
 from .policy import Running, Waiting, next_waiting, plan_step, victims
@@ -85,7 +87,7 @@ class Scheduler:
         self._wake = threading.Event()
         self._arrivals = self._starts = self._steps = 0
         self._decoded = self._prefilled = self._reused = 0
-        self._in_flight: tuple[Group, ...] = ()
+        self._flights = Flights(engine)
         self._closed = False
 
     # ------------------------------------------------------------------------------- submitting
@@ -124,7 +126,7 @@ class Scheduler:
         return len(self._inbox) + sum(g.started is None for g in list(self._groups.values()))
 
     def _on_cancel(self, _handle: Handle) -> None:
-        in_flight = self._in_flight
+        in_flight = self._flights.groups
         if in_flight and all(g.handle.cancelled for g in in_flight):
             self.engine.abort()
         self._wake.set()
@@ -141,12 +143,24 @@ class Scheduler:
         decoding = [by_key[key] for key in plan.decode]
         prefilling = by_key.get(plan.prefill) if plan.prefill is not None else None
         if decoding:
-            self._decode(self._with_room(decoding))
-        if prefilling is not None and prefilling.running:
+            self._decode(self._with_room(self._share(decoding)))
+        if prefilling is not None and prefilling.running and not prefilling.awaits:
             self._prefill(prefilling, plan.start, plan.end)
         worked = bool(decoding) or prefilling is not None
+        if len(self._flights) and not worked:
+            self._land()
+            worked = True
         self._steps += worked
         return worked
+
+    def _share(self, decoding: list[Candidate]) -> list[Candidate]:
+        """Those who decode now, so that others are left for the other stages of a pipeline."""
+        if self._flights.depth == 1:
+            return decoding
+        total = sum(not c.prefilling for c in self._running())
+        most = -(-total // self._flights.depth)
+        whole = [c for c in decoding if c.group.beam is not None and c.group is decoding[0].group]
+        return whole or [c for c in decoding if c.group.beam is None][:most]
 
     def _running(self) -> Iterator[Candidate]:
         for group in self._groups.values():
@@ -157,11 +171,11 @@ class Scheduler:
         return [
             Running(
                 key=id(c),
-                computed=c.computed,
-                pending=len(c.group.prompt) - c.computed if c.prefilling else c.pending,
+                computed=c.computed + c.ahead,
+                pending=(len(c.group.prompt) - c.computed if c.prefilling else c.pending) - c.ahead,
                 started=c.started,
                 served=c.served,
-                paused=c.group.handle.backlog >= limit,
+                paused=c.group.handle.backlog >= limit or c.awaits,
                 prefilling=c.prefilling,
             )
             for c in self._running()
@@ -286,42 +300,22 @@ class Scheduler:
             sequences=np.array([c.sequence for c in candidates], np.int32),
             outputs=np.array([c.pending == 1 for c in candidates], np.bool_),
         )
-        logits = self._compute(batch, candidates)
-        if logits is None:
-            return
-        self._decoded += len(candidates)
-        for c in candidates:
-            c.computed += 1
-        ready = [c for c in candidates if not c.pending]
-        if ready:
-            self._emitter.advance(ready, logits)
+        self._start_flight(Flight(batch, tuple(candidates), 1))
 
     def _prefill(self, candidate: Candidate, start: int, end: int) -> None:
         """Tokens [start, end) of one candidate's prompt."""
         if not self._room_to_prefill(candidate, end - start):
             return
-        group = candidate.group
-        at_end = end == len(group.prompt)
         outputs = np.zeros(end - start, np.bool_)
-        outputs[-1] = at_end
+        outputs[-1] = end == len(candidate.group.prompt)
         batch = Batch(
             tokens=candidate.slice(start, end),
             positions=np.arange(start, end, dtype=np.int32),
             sequences=np.full(end - start, candidate.sequence, np.int32),
             outputs=outputs,
         )
-        logits = self._compute(batch, [candidate])
-        if logits is None:
-            return
-        self._prefilled += end - start
-        candidate.computed = end
         candidate.served = self._steps + 1
-        if at_end:
-            group.prompt_logits = logits[0].copy()
-            self._logits.put(group.prompt, group.prompt_logits)
-            candidate.prefilling = False
-            if not candidate.pending:
-                self._emitter.advance([candidate], logits)
+        self._start_flight(Flight(batch, (candidate,), end - start))
 
     def _room_to_prefill(self, candidate: Candidate, cells: int) -> bool:
         """Make room, from younger candidates too; if that is not enough the candidate gives way itself."""
@@ -336,20 +330,45 @@ class Scheduler:
         self._give_way(candidate)
         return False
 
-    def _compute(self, batch: Batch, candidates: Sequence[Candidate]) -> FloatArray | None:
-        """Decode a batch; None if it came to nothing, in which case all is as it was or has failed."""
-        groups = tuple(dict.fromkeys(c.group for c in candidates))
-        self._in_flight = groups
+    def _start_flight(self, flight: Flight) -> None:
+        """Have a batch computed, and take in what has come back where no more may be under way."""
         try:
-            return self.engine.decode(batch)
-        except DecodeAbortedError:
-            self._replay_lost(candidates)
-            return None  # somebody cancelled; whoever did not is tried again in the next step
+            self._flights.start(flight)
         except LlamaherdError as error:
-            self._isolate(candidates, groups, error)
-            return None
-        finally:
-            self._in_flight = ()
+            self._failed(flight, error)
+        if self._flights.full:
+            self._land()
+
+    def _land(self) -> None:
+        """Take in the oldest batch that is under way."""
+        flight, result = self._flights.land()
+        if isinstance(result, LlamaherdError):
+            self._failed(flight, result)
+            return
+        aboard = flight.aboard
+        self._decoded += sum(not c.prefilling for c in aboard)
+        for c in aboard:
+            if c.prefilling:
+                self._prefilled += flight.tokens
+            if c.prefilling and c.computed == len(c.group.prompt):
+                c.group.prompt_logits = result[0].copy()
+                self._logits.put(c.group.prompt, c.group.prompt_logits)
+                c.prefilling = False
+        ready = [c for c in aboard if not c.pending]
+        if ready:
+            rows = flight.rows(ready)
+            self._emitter.advance(ready, result if len(rows) == len(result) else result[rows])
+
+    def _failed(self, flight: Flight, error: LlamaherdError) -> None:
+        """A batch came to nothing; all is as it was before it, or has failed."""
+        candidates = flight.aboard
+        if isinstance(error, DecodeAbortedError):
+            self._replay_lost(candidates)  # somebody cancelled; whoever did not is tried again
+        elif isinstance(error, WorkerError) and any(map(self._lost, self._running())):
+            self.fail_all(error)  # the engine has lost every sequence
+            self.drop_cache()
+        else:
+            self._isolate(candidates, flight.groups, error)
 
     def _isolate(
         self, candidates: Sequence[Candidate], groups: Sequence[Group], error: LlamaherdError

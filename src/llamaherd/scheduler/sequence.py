@@ -26,6 +26,7 @@ class Candidate:
         tokens: generated so far.
         sequence: its id in the KV cache while it runs.
         computed: how many of prompt + tokens are in the KV cache.
+        ahead: how many more are under way (an engine that computes several batches at once).
         prefilling: its next tokens are the prompt's. Those of its own that it has to replay after it gave
             way, or came from elsewhere, are decoded again.
     """
@@ -41,6 +42,7 @@ class Candidate:
     finish_reason: FinishReason | None = None
     sequence: int | None = None
     computed: int = 0
+    ahead: int = 0
     prefilling: bool = False
     started: int = 0
     served: int = 0
@@ -59,6 +61,13 @@ class Candidate:
     def pending(self) -> int:
         """Tokens that are not computed yet."""
         return self.length - self.computed
+
+    @property
+    def awaits(self) -> bool:
+        """Whether it cannot go on before what is under way has come back."""
+        return self.ahead > 0 and not (
+            self.prefilling and self.computed + self.ahead < len(self.group.prompt)
+        )
 
     def all_tokens(self) -> NDArray[np.int32]:
         """Prompt and continuation."""

@@ -249,7 +249,7 @@ def encode_array(values: FloatArray, form: str) -> bytes:
     if form in ("f32", "logits"):
         return np.ascontiguousarray(values, np.float32).tobytes()
     if form == "f16":
-        limit = np.finfo(np.float16).max
+        limit = np.finfo(np.float16).max  # beyond it a value would travel as infinity
         return np.ascontiguousarray(np.clip(values, -limit, limit), np.float16).tobytes()
     if form != "q8_0":
         raise InvalidParameterError("activations", form, f"one of {', '.join(ACTIVATIONS)}")
