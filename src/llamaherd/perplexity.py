@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .engine.context import Context
-from .engine.protocol import Batch
+from .engine.protocol import Batch, Engine
 from .errors import InvalidParameterError, LogitsError, PromptTooLongError, RequestError
 from .logits import log_normalizers
 
@@ -111,7 +111,7 @@ def windows(n_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int,
 
 
 def perplexity(
-    context: Context,
+    context: Engine,
     tokens: Sequence[int],
     *,
     window: int = 512,
@@ -138,8 +138,8 @@ def perplexity(
 
 
 def compare(
-    first: Context,
-    second: Context,
+    first: Engine,
+    second: Engine,
     tokens: Sequence[int],
     *,
     window: int = 512,
@@ -190,7 +190,7 @@ def _divergence(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.fl
 
 
 def _predictions(
-    contexts: Sequence[Context],
+    contexts: Sequence[Engine],
     tokens: Sequence[int],
     window: int,
     stride: int | None,
@@ -221,7 +221,10 @@ def _predictions(
                         sequences=np.full(b - a, sequence, np.int32),
                         outputs=wanted,
                     )
-                    context.run(batch, into=(buffer, np.arange(count)))
+                    if isinstance(context, Context):  # before another thread's decode can overwrite them
+                        context.run(batch, into=(buffer, np.arange(count)))
+                    else:
+                        buffer[:count] = context.decode(batch)
                 if count:
                     yield [buffer[:count] for buffer in buffers], text[a + 1 : b + 1][wanted].astype(np.intp)
         finally:

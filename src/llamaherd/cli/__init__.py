@@ -30,6 +30,7 @@ COMMANDS = {
     "compare": ("measure", "What one model predicts otherwise than another."),
     "bench": ("bench", "What llamaherd-kernels gains on this machine."),
     "serve": ("serve", "Serve models over HTTP: OpenAI's endpoints, Lean's, and a page."),
+    "plan": ("cluster", "Which machine would hold which layers, and how fast."),
     "slice": ("making", "Layers [A, B) of a GGUF model as a model of their own."),
     "synthesize": (
         "making",
@@ -40,7 +41,7 @@ COMMANDS = {
 }
 """Command -> its module here, and its line in ``llamaherd --help``."""
 
-_MODULES = ("suggest", "run", "chat", "info", "files", "making", "measure", "bench", "serve")
+_MODULES = ("suggest", "run", "chat", "info", "files", "making", "measure", "bench", "serve", "cluster")
 _INTERRUPTED = 130
 
 # typer carries a click of its own in later versions

@@ -131,6 +131,7 @@ def chat_command(
     n_gpu_layers: o.NGpuLayers = None,
     lora: o.Lora = None,
     settings: o.Set = None,
+    stages: o.Stages = None,
 ) -> None:
     """Talk with a model in the terminal.
 
@@ -139,7 +140,8 @@ def chat_command(
     """
     options = o.EngineOptions.of(
         o.model_path(model_name), n_ctx=n_ctx, threads=threads, n_gpu_layers=n_gpu_layers, lora=lora,
-        settings=settings, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        settings=settings, stages=stages,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
     )  # fmt: skip
     sampling = SamplingConfig(**options.sampling)
     from ..chat import ChatTemplate

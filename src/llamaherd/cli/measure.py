@@ -17,12 +17,17 @@ from ..errors import RequestError
 if TYPE_CHECKING:
     from ..engine.context import Context
     from ..perplexity import Comparison
+    from ..shard.pipeline import Pipeline
 
 __all__ = ["register"]
 
 Window = Annotated[int, typer.Option(help="Tokens that the model sees at once.")]
 Stride = Annotated[
     int | None, typer.Option(help="Tokens between windows; half a window if left out.", show_default=False)
+]
+Stages = Annotated[
+    int | None,
+    typer.Option(help="Cut the model by layers into so many processes.", show_default=False),
 ]
 Threads = Annotated[int | None, typer.Option(help="Threads; all CPUs if left out.", show_default=False)]
 KvType = Annotated[str, typer.Option(help="Type of the KV cache: f16, f32, q8_0, ...")]
@@ -41,9 +46,10 @@ def show_perplexity(
     stride: Stride = None,
     threads: Threads = None,
     kv_type: KvType = "f16",
+    stages: Stages = None,
 ) -> None:
     """Measure how well MODEL predicts the text in FILE (lower is better)."""
-    with _context(model, window, threads, kv_type) as context:
+    with _context(model, window, threads, kv_type, stages) as context:
         from ..perplexity import perplexity
 
         tokens = context.vocabulary.encode(_read(file))
@@ -110,13 +116,21 @@ def _table(found: Comparison, names: tuple[str, str], sizes: tuple[int, int]) ->
 
 
 @contextmanager
-def _context(path: Path, window: int, threads: int | None, kv_type: str) -> Iterator[Context]:
+def _context(
+    path: Path, window: int, threads: int | None, kv_type: str, stages: int | None = None
+) -> Iterator[Context | Pipeline]:
     from ..engine.context import Context
     from ..engine.model import Model
 
     params: dict[str, Any] = {"n_ctx": max(window, 256), "type_k": kv_type, "type_v": kv_type}
     if threads is not None:
         params |= {"n_threads": threads, "n_threads_batch": threads}
+    if stages is not None:
+        from ..shard.opening import open_stages
+
+        with open_stages(path, stages, **params) as pipeline:
+            yield pipeline
+        return
     with Model.load(path) as model, Context(model, **params) as context:
         yield context
 

@@ -30,6 +30,7 @@ __all__ = [
     "NGpuLayers",
     "Seed",
     "Set",
+    "Stages",
     "Temperature",
     "Threads",
     "TopK",
@@ -57,6 +58,10 @@ Set = Annotated[
         metavar="NAME=VALUE",
         help="Any llama.cpp model or context parameter, or field of SamplingConfig, by its name.",
     ),
+]
+Stages = Annotated[
+    int | None,
+    typer.Option("--stages", help="Cut the model by layers into so many processes of this machine."),
 ]
 Temperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")]
 TopK = Annotated[int | None, typer.Option("--top-k", help="Keep the k best; 0: all.")]
@@ -120,6 +125,7 @@ class EngineOptions:
     context: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
     loras: list[LoraConfig] = field(default_factory=list)
+    stages: int | None = None
 
     @classmethod
     def of(
@@ -131,6 +137,7 @@ class EngineOptions:
         n_gpu_layers: int | None,
         lora: Sequence[str] | None,
         settings: Sequence[str] | None,
+        stages: int | None = None,
         **sampling: Any,
     ) -> EngineOptions:
         """Sort the options by what they are for. The flags win over --set.
@@ -138,7 +145,9 @@ class EngineOptions:
         Raises:
             UnknownParameterError, InvalidParameterError: a name is nobody's; a --set is no NAME=VALUE.
         """
-        options = cls(path, loras=[_lora(text) for text in lora or ()])
+        options = cls(path, loras=[_lora(text) for text in lora or ()], stages=stages)
+        if stages is not None and options.loras:
+            raise InvalidParameterError("--lora", lora, "without --stages: adapters are not cut by layers")
         options._set(settings or ())
         flags = {"n_ctx": n_ctx, "n_threads": threads, "n_threads_batch": threads}
         options.context.update({k: v for k, v in flags.items() if v is not None})
@@ -171,6 +180,16 @@ class EngineOptions:
 
         context = ({"n_ctx": n_ctx} if n_ctx is not None else {}) | self.context
         with ExitStack() as stack:
+            if self.stages is not None:
+                from ..config import SchedulerConfig
+                from ..shard.opening import open_stages
+
+                context.setdefault("n_seq_max", SchedulerConfig(max_sequences=max_sequences).n_seq_max)
+                with deferred_interrupt():
+                    engine = open_stages(self.path, self.stages, model_params=self.model, **context)
+                    herd = stack.enter_context(llamaherd.Herd(engine, max_sequences=max_sequences))
+                yield engine.model, herd
+                return
             with deferred_interrupt() as interrupted, _progress(interrupted) as progress:
                 load = llamaherd.Model.load
                 model = stack.enter_context(

@@ -44,6 +44,7 @@ def run_command(
     n_gpu_layers: o.NGpuLayers = None,
     lora: o.Lora = None,
     settings: o.Set = None,
+    stages: o.Stages = None,
 ) -> None:
     """Stream one completion of a prompt, or one chat turn with --chat.
 
@@ -57,7 +58,8 @@ def run_command(
         raise ConfigError("nothing to continue: give a PROMPT or --file FILE")
     options = o.EngineOptions.of(
         o.model_path(model_name), n_ctx=n_ctx, threads=threads, n_gpu_layers=n_gpu_layers, lora=lora,
-        settings=settings, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        settings=settings, stages=stages,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
     )  # fmt: skip
     sampling = SamplingConfig(**options.sampling)
     with options.herd() as (model, herd):

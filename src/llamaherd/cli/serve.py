@@ -37,6 +37,7 @@ _DEFAULTS: dict[str, Any] = {
     "max_sequences": 16,
     "n_ctx": None,
     "threads": None,
+    "stages": 0,
     "memory_limit": 0,
     "models_memory": 0,
     "cache_dir": "",
@@ -49,7 +50,16 @@ _DEFAULTS: dict[str, Any] = {
     "log_format": "json",
     "log_prompts": False,
 }
-_OF_A_MODEL = ("n_ctx", "threads", "max_queue", "max_sequences", "memory_limit", "cache_dir", "cache_size")
+_OF_A_MODEL = (
+    "n_ctx",
+    "threads",
+    "stages",
+    "max_queue",
+    "max_sequences",
+    "memory_limit",
+    "cache_dir",
+    "cache_size",
+)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _ENV = "LLAMAHERD_"
 
@@ -99,6 +109,10 @@ def serve(
         int | None, _option("n_ctx", "Tokens of context, which all sequences share.", "-c")
     ] = None,
     threads: Annotated[int | None, _option("threads", "Threads of the engine.", "-t")] = None,
+    stages: Annotated[
+        int | None,
+        _option("stages", "Cut the model by layers into so many processes of this machine."),
+    ] = None,
     params: Annotated[
         list[str] | None,
         typer.Option("--set", "--param", metavar="NAME=VALUE", help="Any llama.cpp parameter by its name."),
@@ -263,10 +277,17 @@ def _worker(
         params.setdefault("n_ctx", own["n_ctx"])
     if own["threads"] is not None:
         params = {"n_threads": own["threads"], "n_threads_batch": own["threads"]} | params
+    loras = tuple(_lora(text) for text in [*adapters, *_list(table.get("lora", []))])
+    stages = own["stages"]
+    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 0:
+        raise InvalidParameterError("stages", stages, "the number of processes, or 0 for none")
+    if stages and loras:
+        raise InvalidParameterError("lora", loras[0].path, "without stages: adapters are not cut by layers")
     return WorkerConfig(
         model=table["path"],
         params=params,
-        loras=tuple(_lora(text) for text in [*adapters, *_list(table.get("lora", []))]),
+        loras=loras,
+        stages=stages,
         scheduler=SchedulerConfig(max_sequences=own["max_sequences"], max_queue=own["max_queue"]),
         memory_limit=_bytes("memory_limit", own["memory_limit"]),
         cache_dir=own["cache_dir"],

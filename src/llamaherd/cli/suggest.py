@@ -122,6 +122,7 @@ def suggest_command(
     n_gpu_layers: o.NGpuLayers = None,
     lora: o.Lora = None,
     settings: o.Set = None,
+    stages: o.Stages = None,
 ) -> None:
     """Many distinct ways to go on from a prompt or a Lean goal, best first.
 
@@ -131,7 +132,8 @@ def suggest_command(
     question, model_name = _question(first, second, file, lean, prefix, context, preset, stop)
     options = o.EngineOptions.of(
         o.model_path(model_name), n_ctx=n_ctx, threads=threads, n_gpu_layers=n_gpu_layers, lora=lora,
-        settings=settings, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        settings=settings, stages=stages,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
     )  # fmt: skip
     sampling = DEFAULT_SAMPLING.replace(**options.sampling)
     with options.herd(max_sequences=max(1, min(max(n, 1), _SLOTS))) as (model, herd):

@@ -81,8 +81,8 @@ class SliceStore:
         """
         target = self.place(self.identity(path), start, end)
         with files.open(path) as model:
-            layers = count_layers(model)
             check_cut(model, start, end)
+            layers = count_layers(model)
             if not target.exists():
                 slice_model(model, start, end, target)
         return target, layers

@@ -221,13 +221,16 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
     def work(self, payload: bytes) -> StageWork:
         """The step for a stage. Raises RequestError: the arrays do not fit together."""
-        positions = np.frombuffer(self.positions, np.int32)
-        sequences = np.frombuffer(self.sequences, np.int32)
-        outputs = np.frombuffer(self.outputs, np.bool_)
         inputs: IntArray | FloatArray | None = None
-        if self.form == "tokens":
-            inputs = np.frombuffer(payload, np.int32)
-        elif self.form != "none":
+        try:
+            positions = np.frombuffer(self.positions, np.int32)
+            sequences = np.frombuffer(self.sequences, np.int32)
+            outputs = np.frombuffer(self.outputs, np.bool_)
+            if self.form == "tokens":
+                inputs = np.frombuffer(payload, np.int32)
+        except ValueError as error:
+            raise RequestError(f"the arrays of a step are cut off: {error}") from error
+        if self.form not in ("tokens", "none"):
             inputs = decode_array(payload, self.form, len(positions), self.width)
         if (
             not len(positions)
@@ -256,7 +259,7 @@ def encode_array(values: FloatArray, form: str) -> bytes:
     blocks = _padded(values).reshape(-1, _BLOCK)
     scales = (np.abs(blocks).max(axis=1, keepdims=True) / 127).astype(np.float32)
     steps = np.where(scales > 0, blocks / np.where(scales > 0, scales, 1), 0)
-    return scales.tobytes() + np.rint(steps).astype(np.int8).tobytes()
+    return bytes(scales.tobytes() + np.rint(steps).astype(np.int8).tobytes())
 
 
 def decode_array(data: bytes, form: str, n: int, width: int) -> FloatArray:

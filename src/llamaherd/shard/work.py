@@ -10,7 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.protocol import Batch, FloatArray, IntArray
-from ..errors import LlamaherdError, RequestError, StageLostError
+from ..errors import (
+    LlamaherdError,
+    OutOfCellsError,
+    PositionError,
+    RequestError,
+    SequenceError,
+    StageLostError,
+)
 from .stage import Stage, StageFacts
 
 __all__ = ["Chain", "Done", "Operation", "StageWork", "Work", "perform"]
@@ -116,8 +123,8 @@ class Chain(Protocol):
 def perform(stage: Stage, work: StageWork) -> FloatArray | None:
     """Carry out a step on one stage; its output, if there is a batch.
 
-    Raises what `Stage.forward` does, and StageLostError where an operation does not fit the stage's
-    sequences: it is not where the chain believes it to be.
+    Raises what `Stage.forward` does, and StageLostError where operations or batch do not fit the stage's
+    sequences: the head has checked them, so the stage is not where the head believes it to be.
     """
     for operation in work.operations:
         try:
@@ -126,7 +133,10 @@ def perform(stage: Stage, work: StageWork) -> FloatArray | None:
             raise StageLostError(-1, f"{operation} does not fit its sequences: {error}") from error
     if work.inputs is None:
         return None
-    return stage.forward(work.inputs, work.positions, work.sequences, work.outputs)
+    try:
+        return stage.forward(work.inputs, work.positions, work.sequences, work.outputs)
+    except (PositionError, SequenceError, OutOfCellsError) as error:
+        raise StageLostError(-1, f"a batch does not fit its sequences: {error}") from error
 
 
 def _operate(stage: Stage, operation: Operation) -> None:

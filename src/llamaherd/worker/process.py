@@ -105,9 +105,15 @@ class Worker:
                 n_vocab=engine.vocabulary.n_tokens, n_ctx=engine.n_ctx, max_sequences=slots
             )
         model_params, context_params = split_parameters(config.params, of="llama.cpp")
+        context_params = {"n_seq_max": config.scheduler.n_seq_max} | context_params
+        if config.stages:
+            from ..shard.opening import open_stages
+
+            pipeline = open_stages(config.model, config.stages, model_params=model_params, **context_params)
+            return pipeline, _info(pipeline.model, pipeline, config.scheduler.slots)
         model = Model.load(config.model, loras=config.loras, **model_params)
-        context = Context(model, **({"n_seq_max": config.scheduler.n_seq_max} | context_params))
-        return context, _info(model, context, min(config.scheduler.slots, context.n_seq_max))
+        context = Context(model, **context_params)
+        return context, _info(model, context, config.scheduler.slots)
 
     def _obey(self, message: wire.Down) -> None:
         if isinstance(message, wire.Submit):
@@ -293,8 +299,11 @@ class Worker:
         time.sleep(0.05)
 
 
-def _info(model: Model, context: Context, max_sequences: int) -> wire.ModelInfo:
+def _info(model: Model, engine: Engine, slots: int) -> wire.ModelInfo:
     vocabulary = model.vocabulary
+
+    def number(key: str) -> int:  # of a vocabulary alone llama.cpp tells no sizes
+        return int(model.metadata.get(f"{model.architecture}.{key}", 0))
 
     def text(token: int | None) -> str:
         return "" if token is None else vocabulary.piece(token, special=True).decode("utf-8", "replace")
@@ -305,10 +314,10 @@ def _info(model: Model, context: Context, max_sequences: int) -> wire.ModelInfo:
         n_params=model.n_params,
         size=model.size,
         n_vocab=vocabulary.n_tokens,
-        n_ctx=context.n_ctx,
-        n_ctx_train=model.n_ctx_train,
-        n_embd=model.n_embd,
-        max_sequences=max_sequences,
+        n_ctx=engine.n_ctx,
+        n_ctx_train=model.n_ctx_train or number("context_length"),
+        n_embd=model.n_embd or number("embedding_length"),
+        max_sequences=min(slots, engine.memory.n_sequences),
         chat_template=model.chat_template(),
         tool_template=model.chat_template("tool_use"),
         bos=text(vocabulary.bos),

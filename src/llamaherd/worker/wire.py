@@ -66,6 +66,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         scheduler: how the engine is shared.
         engine: ``"module:function"`` of an Engine of your own in place of a model file; it is called
             without arguments.
+        stages: processes of this machine that the model is cut into by layers; 0 runs it in the worker.
         heartbeat: seconds between signs of life.
         memory_limit: bytes of memory of its own (mapped files not counted) above which the worker is
             replaced; 0 sets no limit.
@@ -77,6 +78,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     loras: tuple[LoraConfig, ...] = ()
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: str = ""
+    stages: int = 0
     heartbeat: float = 0.5
     memory_limit: int = 0
     cache_dir: str = ""

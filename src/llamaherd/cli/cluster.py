@@ -1,0 +1,154 @@
+"""``llamaherd plan``: which machine would hold which layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import FileError, InvalidParameterError
+from .options import model_path
+from .sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from ..shard.costs import ModelCosts
+    from ..shard.plan import Node, Plan
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to ``app``."""
+    app.command("plan")(plan_command)
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A GGUF file, or sizes alone: "
+            "llama:layers=126,n_embd=16384,n_heads=128,n_kv_heads=8,n_ff=53248."
+        ),
+    ],
+    nodes: Annotated[
+        str,
+        typer.Option(
+            "--nodes",
+            help="Machines and the memory that each gives: a:16G,b:8G or 40x8G; @25 adds GB/s of its memory.",
+        ),
+    ],
+    n_ctx: Annotated[int, typer.Option("--n-ctx", "-c", help="Tokens of context, for all sequences.")] = 4096,
+    sequences: Annotated[int, typer.Option("--sequences", help="Sequences under way at once.")] = 8,
+    latency: Annotated[
+        float, typer.Option("--latency", help="Milliseconds from one node to the next.")
+    ] = 0.5,
+    link: Annotated[float, typer.Option("--link", help="Gbit/s of the network.")] = 1.0,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Which layers go where, what each machine will hold, and how fast that should be.
+
+    The speeds are predictions: a token reads a stage's weights once, at the machine's memory bandwidth
+    (20 GB/s unless said), and its hidden states travel over the network between stages.
+    """
+    from ..shard.plan import plan
+
+    machines = _nodes(nodes, latency / 1000, link * 1e9 / 8 * 0.88)
+    found = plan(_costs(model), machines, n_ctx=n_ctx, sequences=sequences)
+    if as_json:
+        typer.echo(json.dumps(_as_json(found), indent=2))
+    else:
+        _print(found, machines)
+    if svg is not None:
+        from ..shard.picture import picture
+
+        try:
+            svg.write_text(picture(found), encoding="utf-8")
+        except OSError as error:
+            raise FileError(svg, f"cannot be written ({error.strerror})") from error
+
+
+def _costs(text: str) -> ModelCosts:
+    from .. import files
+    from ..shard.costs import costs_of_file, costs_on_paper
+
+    if ":" in text and "=" in text and not Path(text).exists():
+        return costs_on_paper(text)
+    with files.open(model_path(text)) as model:
+        return costs_of_file(model)
+
+
+def _nodes(text: str, latency: float, link: float) -> list[Node]:
+    """``a:16G,b:8G@25,40x8G`` as nodes."""
+    from ..shard.plan import Node
+
+    nodes: list[Node] = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, colon, rest = part.rpartition(":")
+        size, at, speed = rest.partition("@")
+        count = 1
+        times, x, each = size.partition("x")
+        if not colon and x and times.isdigit():
+            count, size = int(times), each
+        try:
+            bandwidth = float(speed) * 1e9 if at else 20e9
+        except ValueError as error:
+            raise InvalidParameterError("nodes", part, "NAME:SIZE or NAME:SIZE@GB/s") from error
+        if not 1 <= count <= 10_000 or not 0 < bandwidth < 1e15:
+            raise InvalidParameterError("nodes", part, "1 to 10000 nodes with a positive speed")
+        for _ in range(count):
+            own = name or f"node{len(nodes)}"
+            nodes.append(Node(own, parse_size(size, "nodes"), bandwidth, latency, link))
+    return nodes
+
+
+def _print(plan: Plan, nodes: list[Node]) -> None:
+    widest = max(len(s.node.name) for s in plan.shares)
+    most = max(s.node.memory for s in plan.shares)
+    for share in plan.shares:
+        room = max(1, round(40 * share.node.memory / most))
+        bar = ""
+        for mark, size in (("█", share.weights), ("▓", share.kv_cache), ("▒", share.compute)):
+            bar += mark * round(room * size / share.node.memory)
+        bar = (bar + "·" * room)[:room]
+        typer.echo(
+            f"{share.node.name:<{widest}}  layers {share.start:>3} - {share.end - 1:<3} {bar:<40} "
+            f"{format_size(share.total)} of {format_size(share.node.memory)}"
+        )
+    spare = [n.name for n in nodes if n not in [s.node for s in plan.shares]]
+    total = sum(s.weights for s in plan.shares)
+    kv = sum(s.kv_cache for s in plan.shares)
+    typer.echo(f"█ weights {format_size(total)}  ▓ KV cache {format_size(kv)}  ▒ compute buffers")
+    if spare:
+        typer.echo(f"not needed: {', '.join(spare[:8])}{' ...' if len(spare) > 8 else ''}")
+    typer.echo(
+        f"predicted: {_rate(plan.alone)} with one sequence, "
+        f"{_rate(plan.together(plan.sequences))} with {plan.sequences}"
+    )
+
+
+def _rate(tokens: float) -> str:
+    return f"{tokens:.3g} tokens/s"
+
+
+def _as_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "model": plan.costs.name,
+        "cuts": plan.cuts,
+        "n_ctx": plan.n_ctx,
+        "stages": [
+            {
+                "node": s.node.name,
+                "layers": [s.start, s.end],
+                "weights": s.weights,
+                "kv_cache": s.kv_cache,
+                "compute": s.compute,
+                "memory": s.node.memory,
+                "seconds_per_token": s.seconds,
+            }
+            for s in plan.shares
+        ],
+        "tokens_per_second": {"1": plan.alone, str(plan.sequences): plan.together(plan.sequences)},
+    }

@@ -1,0 +1,305 @@
+"""Stages in processes of their own: the same logits, whatever happens to the processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+from llamaherd import Herd
+from llamaherd.config import SamplingConfig
+from llamaherd.engine.model import Model
+from llamaherd.errors import DecodeAbortedError, StageLostError, UnsupportedFileError, WorkerStartError
+from llamaherd.shard import wire
+from llamaherd.shard.link import RemoteChain
+from llamaherd.shard.local import LocalStages
+from llamaherd.shard.opening import open_stages
+from llamaherd.shard.pipeline import Pipeline
+from llamaherd.shard.work import Operation, Work
+from llamaherd.types import GenerationRequest
+
+from .conftest import CUTS, SETTINGS, batch_of, conversation, equal
+
+
+class Stages:
+    """A pipeline of processes, and what a test needs beside it."""
+
+    def __init__(self, path: Path, **settings: object) -> None:
+        activations = str(settings.pop("activations", "f32"))
+        self.deployment = LocalStages(path, CUTS, context_params=SETTINGS | settings, activations=activations)
+        self.chain = RemoteChain(self.deployment, frozen_after=3.0)
+        self.pipeline = Pipeline(self.chain, Model.load(path, vocab_only=True))
+
+    @property
+    def pids(self) -> list[int]:
+        return self.deployment.pids
+
+
+@pytest.fixture(scope="module")
+def shared_stages(six_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+    os.environ["LLAMAHERD_SLICES"] = str(tmp_path_factory.getbasetemp() / "slices")
+    stages = Stages(six_layers, kv_unified=False)
+    yield stages
+    stages.pipeline.close()
+
+
+@pytest.fixture
+def stages(shared_stages: Stages) -> Stages:
+    shared_stages.pipeline.memory.clear()
+    return shared_stages
+
+
+def test_processes_compute_what_one_does(stages, make_whole):
+    assert all(equal(conversation(make_whole(kv_unified=False)), conversation(stages.pipeline)))
+    assert [f.start for f in stages.chain.facts] == [0, 1, 4]
+    # a middle stage holds neither vocabulary nor head
+    assert stages.chain.facts[1].n_vocab == 32 < stages.chain.facts[2].n_vocab
+    time.sleep(1.2)  # two pings
+    status = stages.chain.status()
+    assert all(0 < s.latency < 1 for s in status)
+    assert all(s.seconds > 0 and s.refused == 0 for s in status)
+
+
+def test_each_process_maps_its_slice_only(stages, six_layers):
+    for pid, (start, end) in zip(stages.pids, ((0, 1), (1, 4), (4, 6)), strict=True):
+        files = {m.path for m in psutil.Process(pid).memory_maps() if m.path.endswith(".gguf")}
+        (mapped,) = files
+        assert f"-{start}-{end}." in mapped
+        assert mapped != str(six_layers)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_killed_stage_is_replaced_and_nothing_changes(stages, make_whole, stage):
+    whole, chain = make_whole(kv_unified=False), stages.pipeline
+    recoveries = chain.recoveries
+    for engine in (whole, chain):
+        for _ in range(2):
+            engine.memory.allocate()
+        engine.decode(batch_of(engine, {0: list(range(100))}))
+        engine.memory.fork(0, 70)
+        engine.decode(batch_of(engine, {0: [5], 1: [6], 2: [7]}))
+    pid = stages.pids[stage]
+    os.kill(pid, signal.SIGKILL)
+    for i in range(3):
+        last = {0: [i], 1: [i], 2: [i]}
+        assert np.array_equal(whole.decode(batch_of(whole, last)), chain.decode(batch_of(chain, last)))
+    assert chain.recoveries == recoveries + 1
+    assert stages.pids[stage] != pid
+
+
+def test_a_stopped_stage_is_replaced(stages, make_whole):
+    whole, chain = make_whole(kv_unified=False), stages.pipeline
+    for engine in (whole, chain):
+        engine.memory.allocate()
+        engine.decode(batch_of(engine, {0: [1, 2, 3]}))
+    pid = stages.pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    assert np.array_equal(whole.decode(batch_of(whole, {0: [4]})), chain.decode(batch_of(chain, {0: [4]})))
+    assert not psutil.pid_exists(pid)
+
+
+def test_streams_over_a_lost_stage(six_layers, make_whole):
+    requests = [
+        GenerationRequest(
+            f"request {i}",
+            max_tokens=60,
+            n=1 + i % 2,
+            sampling=SamplingConfig(temperature=0.9 * (i % 3), seed=i),
+            ignore_eos=True,
+        )
+        for i in range(4)
+    ]
+    with Herd(make_whole(kv_unified=False), max_sequences=6) as herd:
+        expected = [herd.submit(r).result(60).completions for r in requests]
+    stages = Stages(six_layers, kv_unified=False)
+    with Herd(stages.pipeline, max_sequences=6) as herd:
+        for kill in (None, 0, 1, 2):
+            handles = [herd.submit(r) for r in requests]
+            if kill is not None:
+                while herd.stats().running < 6:
+                    time.sleep(0.01)
+                os.kill(stages.pids[kill], signal.SIGKILL)
+            found = [h.result(60).completions for h in handles]
+            assert [[c.tokens for c in cs] for cs in found] == [[c.tokens for c in cs] for cs in expected]
+        assert stages.pipeline.recoveries == 3
+
+
+def test_several_batches_are_under_way_at_once(stages, make_whole):
+    whole, chain = make_whole(kv_unified=False), stages.pipeline
+    for engine in (whole, chain):
+        for _ in range(3):
+            engine.memory.allocate()
+    tickets = [chain.submit(batch_of(chain, {s: list(range(s, s + 40))})) for s in range(3)]
+    tickets.append(chain.submit(batch_of(chain, {0: [1], 1: [2]})))
+    os.kill(stages.pids[1], signal.SIGKILL)
+    found = [chain.collect(t).copy() for t in tickets]
+    expected = [whole.decode(batch_of(whole, {s: list(range(s, s + 40))})).copy() for s in range(3)]
+    expected.append(whole.decode(batch_of(whole, {0: [1], 1: [2]})).copy())
+    assert all(equal(expected, found))
+
+
+def test_abort_stops_a_prefill_and_loses_nothing(stages, make_whole):
+    whole, chain = make_whole(kv_unified=False), stages.pipeline
+    for engine in (whole, chain):
+        engine.memory.allocate()
+        engine.decode(batch_of(engine, {0: [1, 2, 3]}))
+    timer = threading.Timer(0.01, chain.abort)
+    timer.start()
+    try:
+        chain.decode(batch_of(chain, {0: [1] * 125}))
+        chain.memory.trim(0, 3)  # it was too quick
+    except DecodeAbortedError:
+        pass
+    timer.join()
+    assert chain.memory.length(0) == 3
+    assert np.array_equal(whole.decode(batch_of(whole, {0: [4]})), chain.decode(batch_of(chain, {0: [4]})))
+
+
+@pytest.mark.parametrize("activations", ["f16", "q8_0"])
+def test_rounded_activations(six_layers, make_whole, activations):
+    stages = Stages(six_layers, activations=activations)
+    whole = make_whole()
+    try:
+        for engine in (whole, stages.pipeline):
+            engine.memory.allocate()
+        text = {0: list(range(50))}
+        a = whole.decode(batch_of(whole, text)).copy()
+        b = stages.pipeline.decode(batch_of(stages.pipeline, text)).copy()
+        assert not np.array_equal(a, b)
+        assert np.corrcoef(a.ravel(), b.ravel())[0, 1] > 0.99
+    finally:
+        stages.pipeline.close()
+
+
+def test_closing_ends_the_processes(six_layers):
+    pipeline = open_stages(six_layers, 2, **SETTINGS)
+    pids = [s.pid for s in pipeline.chain.status()]
+    pipeline.close()
+    pipeline.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_what_keeps_a_stage_from_starting_is_said(six_layers, tmp_path):
+    bad = LocalStages(six_layers, CUTS, context_params=SETTINGS | {"n_seq_max": 0})
+    with pytest.raises(Exception, match="n_seq_max"):
+        RemoteChain(bad)
+    assert not bad.pids
+    from llamaherd.files.synthesize import synthesize
+
+    with pytest.raises(UnsupportedFileError, match="encoder"):
+        open_stages(synthesize(tmp_path / "t5.gguf", "t5"), 2)
+
+
+def test_a_stage_that_cannot_be_replaced_fails_requests_and_the_next_call_tries_again(six_layers, make_whole):
+    stages = Stages(six_layers, kv_unified=False)
+    chain, whole = stages.pipeline, make_whole(kv_unified=False)
+    try:
+        chain.memory.allocate()
+        chain.decode(batch_of(chain, {0: [1, 2, 3]}))
+        path, stages.deployment.path = stages.deployment.path, "/no/such/model.gguf"
+        os.kill(stages.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerStartError, match="no such"):
+            chain.decode(batch_of(chain, {0: [4]}))
+        assert chain.memory.length(0) == 0
+        stages.deployment.path = path
+        whole.memory.allocate()
+        text = {0: [1, 2, 3, 4]}
+        assert np.array_equal(whole.decode(batch_of(whole, text)), chain.decode(batch_of(chain, text)))
+    finally:
+        chain.close()
+
+
+# ------------------------------------------------------------------------------------ strangers
+
+
+def push(context: zmq.Context, endpoint: wire.Endpoint, keys: wire.Keys | None, data: list[bytes]) -> None:
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.LINGER, 500)
+    if keys is not None:
+        keys.call(socket, endpoint.key)
+    socket.connect(endpoint.data)
+    for _ in range(3):
+        socket.send_multipart(data)
+    time.sleep(0.3)
+    socket.close()
+
+
+def step(chain: RemoteChain, **changes: object) -> list[bytes]:
+    header = wire.Header(
+        epoch=chain._epoch, number=chain._sent, operations=[("allocate", 7, -1, 0)],
+        positions=b"", sequences=b"", outputs=b"", form="none",
+    )  # fmt: skip
+    return [msgspec.msgpack.encode(msgspec.structs.replace(header, **changes)), b""]
+
+
+def used(chain: RemoteChain) -> tuple[list[int], list[int]]:
+    time.sleep(1.2)  # two pings
+    return [s.used_cells for s in chain.status()], [s.refused for s in chain.status()]
+
+
+def test_strangers_are_not_let_in(stages, make_whole):
+    endpoint = stages.chain._peers[1].endpoint
+    _, before = used(stages.chain)
+    context = zmq.Context()
+    push(context, endpoint, wire.Keys.make(), step(stages.chain))  # a key that is not on the list
+    push(context, endpoint, None, step(stages.chain))  # none
+    context.destroy(0)
+    assert used(stages.chain)[1] == before  # it has not even seen them
+    assert all(equal(conversation(make_whole(kv_unified=False)), conversation(stages.pipeline)))
+
+
+@pytest.mark.parametrize("changes", [{"number": 0}, {"number": 10**6}, {"epoch": 0}, {"epoch": 10**6}, None])
+def test_messages_that_do_not_continue_are_refused(stages, make_whole, changes):
+    """Even from somebody with the right key: replayed, from the future, or no message at all."""
+    _, before = used(stages.chain)
+    stages.pipeline.memory.allocate()
+    stages.pipeline.decode(batch_of(stages.pipeline, {0: [1]}))
+    context = zmq.Context()
+    data = [b"\xc1nonsense"] if changes is None else step(stages.chain, **changes)
+    push(context, stages.chain._peers[0].endpoint, stages.deployment.keys, data)
+    context.destroy(0)
+    refused = used(stages.chain)[1]
+    assert refused[0] == before[0] + 3
+    stages.pipeline.memory.clear()
+    assert all(equal(conversation(make_whole(kv_unified=False)), conversation(stages.pipeline)))
+
+
+def test_a_result_from_elsewhere_is_not_taken(stages, make_whole):
+    address = wire.address_of(stages.chain._results)
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    wire.Keys.make().call(socket, stages.deployment.keys.public)
+    socket.connect(address)
+    socket.send_multipart(step(stages.chain, number=stages.chain._received))
+    time.sleep(0.3)
+    context.destroy(0)
+    assert all(equal(conversation(make_whole(kv_unified=False)), conversation(stages.pipeline)))
+
+
+def test_operations_that_do_not_fit_are_noticed(stages, make_whole):
+    """A stage that is not where the head believes it to be starts again from what the head knows."""
+    whole, chain = make_whole(kv_unified=False), stages.pipeline
+    for engine in (whole, chain):
+        engine.memory.allocate()
+        engine.decode(batch_of(engine, {0: [1, 2, 3]}))
+    recoveries = chain.recoveries
+    with chain._lock:
+        chain.chain.send(Work((Operation("release", 0),), None))  # behind its back
+        assert chain.chain.receive().error is None
+    assert np.array_equal(whole.decode(batch_of(whole, {0: [4]})), chain.decode(batch_of(chain, {0: [4]})))
+    assert chain.recoveries == recoveries + 1
+
+
+def test_errors_name_the_stage():
+    error = StageLostError(2, "it was killed")
+    assert (error.stage, error.cause) == (2, "it was killed")
+    assert "stage 2" in str(error)
