@@ -12,7 +12,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-EXTRAS := demo,dev,server,transformers
+EXTRAS := demo,dev,server,transformers,cluster
 
 define GOAL
 a b : ℕ

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .conftest import Server
+from .conftest import Server, serving
 
 webdriver = pytest.importorskip("selenium.webdriver")
 
@@ -156,3 +157,15 @@ def test_nothing_comes_from_elsewhere(page: Any, server: Server) -> None:
     names = page.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
     assert names
     assert all(name.startswith(server.url) for name in names)
+
+
+def test_stages_are_shown(browser: Any, demo_model_path: Path) -> None:
+    with serving("--n-ctx", "512", "--stages", "2") as server:
+        browser.get(server.url)
+        browser.find_element("id", "tab-figures").click()
+        until(browser, lambda: len(browser.find_elements("css selector", "#stages tbody tr")) == 2)
+        rows = [r.text for r in browser.find_elements("css selector", "#stages tbody tr")]
+        assert rows[0].startswith("demo 0 - ")
+        assert rows[1].split()[3] == "29"
+        assert "127.0.0.1" in rows[0]
+        browser.get("about:blank")

@@ -31,6 +31,7 @@ COMMANDS = {
     "bench": ("bench", "What llamaherd-kernels gains on this machine."),
     "serve": ("serve", "Serve models over HTTP: OpenAI's endpoints, Lean's, and a page."),
     "plan": ("cluster", "Which machine would hold which layers, and how fast."),
+    "cluster": ("cluster", "Several machines that run one model: start, join, status, stop."),
     "slice": ("making", "Layers [A, B) of a GGUF model as a model of their own."),
     "synthesize": (
         "making",

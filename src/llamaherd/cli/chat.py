@@ -132,6 +132,7 @@ def chat_command(
     lora: o.Lora = None,
     settings: o.Set = None,
     stages: o.Stages = None,
+    cluster: o.Cluster = None,
 ) -> None:
     """Talk with a model in the terminal.
 
@@ -140,7 +141,7 @@ def chat_command(
     """
     options = o.EngineOptions.of(
         o.model_path(model_name), n_ctx=n_ctx, threads=threads, n_gpu_layers=n_gpu_layers, lora=lora,
-        settings=settings, stages=stages,
+        settings=settings, stages=stages, cluster=cluster,
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
     )  # fmt: skip
     sampling = SamplingConfig(**options.sampling)

@@ -1,4 +1,4 @@
-"""``llamaherd plan``: which machine would hold which layers."""
+"""``llamaherd plan`` and ``llamaherd cluster``: a model over several machines."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ __all__ = ["register"]
 def register(app: typer.Typer) -> None:
     """Add this module's commands to ``app``."""
     app.command("plan")(plan_command)
+    group = typer.Typer(no_args_is_help=True, help="Begin, join, look at and end a cluster of machines.")
+    group.command("start")(start_command)
+    group.command("join")(join_command)
+    group.command("status")(status_command)
+    group.command("stop")(stop_command)
+    app.add_typer(group, name="cluster")
 
 
 def plan_command(
@@ -152,3 +158,113 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         ],
         "tokens_per_second": {"1": plan.alone, str(plan.sequences): plan.together(plan.sequences)},
     }
+
+
+# ---------------------------------------------------------------------------------------- cluster
+
+Memory = Annotated[
+    str | None,
+    typer.Option("--memory", help="What this machine gives: 8G; half of what is free if left out."),
+]
+Host = Annotated[str | None, typer.Option("--host", help="This machine's address, as the others see it.")]
+
+
+def start_command(
+    memory: Memory = None,
+    host: Host = None,
+    port: Annotated[int, typer.Option("--port", help="Where the others find this machine.")] = 6379,
+) -> None:
+    """Begin a cluster on this machine.
+
+    Prints the command for the others. Its token is what lets machines in: whoever has it can run code on all
+    of them. Stages listen at ports that the system chooses; between the machines nothing may be filtered.
+    """
+    from ..shard import ray_processes
+
+    token = ray_processes.start(_memory(memory), host=host, port=port)
+    address = f"{host or _own_address()}:{port}"
+    typer.echo(
+        "On each of the other machines:\n\n"
+        f"  LLAMAHERD_CLUSTER_TOKEN={token} llamaherd cluster join {address} --memory 8G\n\n"
+        f"Then here: llamaherd serve MODEL --cluster {address}"
+    )
+
+
+def join_command(
+    address: Annotated[str, typer.Argument(metavar="HOST[:PORT]", help="The first machine.")],
+    memory: Memory = None,
+    host: Host = None,
+) -> None:
+    """Give this machine's memory to a cluster. LLAMAHERD_CLUSTER_TOKEN is the one that `start` printed."""
+    from ..shard import ray_processes
+
+    given = _memory(memory)
+    ray_processes.join(address, given, host=host)
+    typer.echo(f"joined {address} with {format_size(given)}")
+
+
+def status_command(
+    address: Annotated[
+        str, typer.Argument(metavar="[HOST[:PORT]]", help="The first machine; this one if left out.")
+    ] = "127.0.0.1",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The cluster's machines, and what runs on them."""
+    import dataclasses
+
+    from ..shard import ray_processes
+
+    ray_processes.require_ray()
+    ray_processes.use_token()
+    from ..shard import ray_cluster
+
+    ray_cluster.connect(address)
+    nodes, pipelines = ray_cluster.nodes_of(), ray_cluster.read_board()
+    if as_json:
+        shown = {"nodes": [dataclasses.asdict(node) for node in nodes], "pipelines": pipelines}
+        typer.echo(json.dumps(shown, indent=2))
+        return
+    for node in nodes:
+        typer.echo(
+            f"{node.name} ({node.address}, {node.id[:8]})  gives {format_size(node.memory)}, "
+            f"{format_size(node.free)} free"
+        )
+        for pipeline in pipelines:
+            for stage in pipeline["stages"]:
+                if stage["node"] == node.id:
+                    first, last = stage["layers"][0], stage["layers"][1] - 1
+                    typer.echo(
+                        f"  {pipeline['model']}: layers {first} - {last}, {format_size(stage['weights'])}, "
+                        f"KV {stage['used_cells']}/{stage['n_cells']}, {1000 * stage['latency']:.1f} ms away"
+                    )
+    for pipeline in pipelines:
+        typer.echo(f"{pipeline['model']}: {pipeline['tokens_per_second']:.1f} tokens/s")
+    if not nodes:
+        typer.echo("no machine gives memory; join some")
+
+
+def stop_command() -> None:
+    """End this machine's part of the cluster; on the first machine, all of it."""
+    from ..shard import ray_processes
+
+    ray_processes.stop()
+
+
+def _memory(text: str | None) -> int:
+    if text is not None:
+        return parse_size(text, "memory")
+    from ..engine.cpus import available_memory
+
+    return (available_memory() or 2 << 30) // 2
+
+
+def _own_address() -> str:
+    """The address that this machine is seen with from elsewhere; nothing is sent."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

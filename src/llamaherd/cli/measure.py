@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..errors import RequestError
+from .options import open_pipeline
 
 if TYPE_CHECKING:
     from ..engine.context import Context
@@ -28,6 +29,10 @@ Stride = Annotated[
 Stages = Annotated[
     int | None,
     typer.Option(help="Cut the model by layers into so many processes.", show_default=False),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(metavar="HOST[:PORT]", help="Cut it over the machines of a cluster.", show_default=False),
 ]
 Threads = Annotated[int | None, typer.Option(help="Threads; all CPUs if left out.", show_default=False)]
 KvType = Annotated[str, typer.Option(help="Type of the KV cache: f16, f32, q8_0, ...")]
@@ -47,9 +52,10 @@ def show_perplexity(
     threads: Threads = None,
     kv_type: KvType = "f16",
     stages: Stages = None,
+    cluster: Cluster = None,
 ) -> None:
     """Measure how well MODEL predicts the text in FILE (lower is better)."""
-    with _context(model, window, threads, kv_type, stages) as context:
+    with _context(model, window, threads, kv_type, stages, cluster) as context:
         from ..perplexity import perplexity
 
         tokens = context.vocabulary.encode(_read(file))
@@ -117,7 +123,12 @@ def _table(found: Comparison, names: tuple[str, str], sizes: tuple[int, int]) ->
 
 @contextmanager
 def _context(
-    path: Path, window: int, threads: int | None, kv_type: str, stages: int | None = None
+    path: Path,
+    window: int,
+    threads: int | None,
+    kv_type: str,
+    stages: int | None = None,
+    cluster: str | None = None,
 ) -> Iterator[Context | Pipeline]:
     from ..engine.context import Context
     from ..engine.model import Model
@@ -125,10 +136,8 @@ def _context(
     params: dict[str, Any] = {"n_ctx": max(window, 256), "type_k": kv_type, "type_v": kv_type}
     if threads is not None:
         params |= {"n_threads": threads, "n_threads_batch": threads}
-    if stages is not None:
-        from ..shard.opening import open_stages
-
-        with open_stages(path, stages, **params) as pipeline:
+    if stages is not None or cluster is not None:
+        with open_pipeline(path, stages, cluster, {}, params) as pipeline:
             yield pipeline
         return
     with Model.load(path) as model, Context(model, **params) as context:

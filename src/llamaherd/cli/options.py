@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,10 @@ from .interrupts import Interrupted, deferred_interrupt
 if TYPE_CHECKING:
     from ..engine.model import Model
     from ..herd import Herd
+    from ..shard.pipeline import Pipeline
 
 __all__ = [
+    "Cluster",
     "EngineOptions",
     "Lora",
     "MinP",
@@ -37,6 +39,7 @@ __all__ = [
     "TopP",
     "model_and_prompt",
     "model_path",
+    "open_pipeline",
     "read_text",
 ]
 
@@ -62,6 +65,10 @@ Set = Annotated[
 Stages = Annotated[
     int | None,
     typer.Option("--stages", help="Cut the model by layers into so many processes of this machine."),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="HOST[:PORT]", help="Cut it over the machines of this cluster."),
 ]
 Temperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")]
 TopK = Annotated[int | None, typer.Option("--top-k", help="Keep the k best; 0: all.")]
@@ -126,6 +133,7 @@ class EngineOptions:
     sampling: dict[str, Any] = field(default_factory=dict)
     loras: list[LoraConfig] = field(default_factory=list)
     stages: int | None = None
+    cluster: str | None = None
 
     @classmethod
     def of(
@@ -138,6 +146,7 @@ class EngineOptions:
         lora: Sequence[str] | None,
         settings: Sequence[str] | None,
         stages: int | None = None,
+        cluster: str | None = None,
         **sampling: Any,
     ) -> EngineOptions:
         """Sort the options by what they are for. The flags win over --set.
@@ -145,9 +154,11 @@ class EngineOptions:
         Raises:
             UnknownParameterError, InvalidParameterError: a name is nobody's; a --set is no NAME=VALUE.
         """
-        options = cls(path, loras=[_lora(text) for text in lora or ()], stages=stages)
-        if stages is not None and options.loras:
-            raise InvalidParameterError("--lora", lora, "without --stages: adapters are not cut by layers")
+        options = cls(path, loras=[_lora(text) for text in lora or ()], stages=stages, cluster=cluster)
+        if stages is not None and cluster is not None:
+            raise InvalidParameterError("--stages", stages, "without --cluster, which has its machines")
+        if options.is_cut and options.loras:
+            raise InvalidParameterError("--lora", lora, "given without --stages: adapters are not cut")
         options._set(settings or ())
         flags = {"n_ctx": n_ctx, "n_threads": threads, "n_threads_batch": threads}
         options.context.update({k: v for k, v in flags.items() if v is not None})
@@ -155,6 +166,11 @@ class EngineOptions:
             options.model["n_gpu_layers"] = n_gpu_layers
         options.sampling.update({k: v for k, v in sampling.items() if v is not None})
         return options
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model is to run as a pipeline."""
+        return self.stages is not None or self.cluster is not None
 
     def _set(self, settings: Sequence[str]) -> None:
         if not settings:
@@ -180,13 +196,12 @@ class EngineOptions:
 
         context = ({"n_ctx": n_ctx} if n_ctx is not None else {}) | self.context
         with ExitStack() as stack:
-            if self.stages is not None:
+            if self.is_cut:
                 from ..config import SchedulerConfig
-                from ..shard.opening import open_stages
 
                 context.setdefault("n_seq_max", SchedulerConfig(max_sequences=max_sequences).n_seq_max)
                 with deferred_interrupt():
-                    engine = open_stages(self.path, self.stages, model_params=self.model, **context)
+                    engine = open_pipeline(self.path, self.stages, self.cluster, self.model, context)
                     herd = stack.enter_context(llamaherd.Herd(engine, max_sequences=max_sequences))
                 yield engine.model, herd
                 return
@@ -198,6 +213,22 @@ class EngineOptions:
                 herd = llamaherd.Herd(model, max_sequences=max_sequences, **context)
                 stack.enter_context(herd)
             yield model, herd
+
+
+def open_pipeline(
+    path: Path,
+    stages: int | None,
+    cluster: str | None,
+    model: Mapping[str, Any],
+    context: Mapping[str, Any],
+) -> Pipeline:
+    """The model over local stages or over a cluster, whichever is asked for."""
+    from ..shard.opening import open_cluster, open_stages
+
+    if cluster is not None:
+        return open_cluster(path, cluster, model_params=model, **context)
+    assert stages is not None
+    return open_stages(path, stages, model_params=model, **context)
 
 
 def _value(text: str) -> Any:

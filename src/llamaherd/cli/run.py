@@ -45,6 +45,7 @@ def run_command(
     lora: o.Lora = None,
     settings: o.Set = None,
     stages: o.Stages = None,
+    cluster: o.Cluster = None,
 ) -> None:
     """Stream one completion of a prompt, or one chat turn with --chat.
 
@@ -58,7 +59,7 @@ def run_command(
         raise ConfigError("nothing to continue: give a PROMPT or --file FILE")
     options = o.EngineOptions.of(
         o.model_path(model_name), n_ctx=n_ctx, threads=threads, n_gpu_layers=n_gpu_layers, lora=lora,
-        settings=settings, stages=stages,
+        settings=settings, stages=stages, cluster=cluster,
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
     )  # fmt: skip
     sampling = SamplingConfig(**options.sampling)

@@ -38,6 +38,7 @@ _DEFAULTS: dict[str, Any] = {
     "n_ctx": None,
     "threads": None,
     "stages": 0,
+    "cluster": "",
     "memory_limit": 0,
     "models_memory": 0,
     "cache_dir": "",
@@ -54,6 +55,7 @@ _OF_A_MODEL = (
     "n_ctx",
     "threads",
     "stages",
+    "cluster",
     "max_queue",
     "max_sequences",
     "memory_limit",
@@ -112,6 +114,10 @@ def serve(
     stages: Annotated[
         int | None,
         _option("stages", "Cut the model by layers into so many processes of this machine."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        _option("cluster", "Cut it over the machines of this cluster.", metavar="HOST[:PORT]"),
     ] = None,
     params: Annotated[
         list[str] | None,
@@ -281,13 +287,16 @@ def _worker(
     stages = own["stages"]
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 0:
         raise InvalidParameterError("stages", stages, "the number of processes, or 0 for none")
-    if stages and loras:
-        raise InvalidParameterError("lora", loras[0].path, "without stages: adapters are not cut by layers")
+    if stages and own["cluster"]:
+        raise InvalidParameterError("stages", stages, "without cluster, which has its machines")
+    if (stages or own["cluster"]) and loras:
+        raise InvalidParameterError("lora", loras[0].path, "given without stages: adapters are not cut")
     return WorkerConfig(
         model=table["path"],
         params=params,
         loras=loras,
         stages=stages,
+        cluster=own["cluster"],
         scheduler=SchedulerConfig(max_sequences=own["max_sequences"], max_queue=own["max_queue"]),
         memory_limit=_bytes("memory_limit", own["memory_limit"]),
         cache_dir=own["cache_dir"],

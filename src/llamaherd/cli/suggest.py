@@ -123,6 +123,7 @@ def suggest_command(
     lora: o.Lora = None,
     settings: o.Set = None,
     stages: o.Stages = None,
+    cluster: o.Cluster = None,
 ) -> None:
     """Many distinct ways to go on from a prompt or a Lean goal, best first.
 
@@ -132,7 +133,7 @@ def suggest_command(
     question, model_name = _question(first, second, file, lean, prefix, context, preset, stop)
     options = o.EngineOptions.of(
         o.model_path(model_name), n_ctx=n_ctx, threads=threads, n_gpu_layers=n_gpu_layers, lora=lora,
-        settings=settings, stages=stages,
+        settings=settings, stages=stages, cluster=cluster,
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
     )  # fmt: skip
     sampling = DEFAULT_SAMPLING.replace(**options.sampling)

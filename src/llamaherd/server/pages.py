@@ -84,4 +84,5 @@ def _status(name: str, served: Served | None) -> dict[str, Any]:
         "context_length": served.info.n_ctx,
         "chat": served.info.chat_template is not None,
         **msgspec.structs.asdict(supervisor.stats),
+        "stages": [msgspec.structs.asdict(stage) for stage in supervisor.stats.stages],
     }

@@ -54,7 +54,7 @@ class StageStatus:
     """A look at one stage.
 
     Attributes:
-        facts, pid: what it holds; its process.
+        facts, host, pid: what it holds; the address of its machine; its process.
         latency: seconds from a ping to its answer, the newest.
         seconds: that it has computed.
         used_cells: of its KV cache.
@@ -62,6 +62,7 @@ class StageStatus:
     """
 
     facts: StageFacts
+    host: str
     pid: int
     latency: float
     seconds: float
@@ -132,7 +133,13 @@ class RemoteChain:
         """A look at each stage; from any thread."""
         return tuple(
             StageStatus(
-                p.endpoint.facts, p.endpoint.pid, p.latency, p.pong.seconds, p.pong.used_cells, p.pong.refused
+                p.endpoint.facts,
+                p.endpoint.data.removeprefix("tcp://").rpartition(":")[0],
+                p.endpoint.pid,
+                p.latency,
+                p.pong.seconds,
+                p.pong.used_cells,
+                p.pong.refused,
             )
             for p in list(self._peers)
         )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
 from .. import files
 from ..engine.model import Model
+from . import ray_processes
 from .costs import costs_of_file
-from .link import RemoteChain
+from .link import Deployment, RemoteChain
 from .local import LocalStages
 from .pipeline import Pipeline
 from .plan import even_cuts
 
-__all__ = ["open_stages"]
+__all__ = ["open_cluster", "open_stages"]
 
 
 def open_stages(
@@ -48,6 +50,49 @@ def open_stages(
         context_params=context_params,
         activations=activations,
     )
+    return _open(path, deployment)
+
+
+def open_cluster(
+    path: str | PathLike[str],
+    address: str,
+    *,
+    model_params: Mapping[str, Any] | None = None,
+    activations: str = "f32",
+    **context_params: Any,
+) -> Pipeline:
+    """A model as a pipeline over the machines of a cluster that ``llamaherd cluster start`` has begun.
+
+    Args:
+        path: of a GGUF model, on this machine.
+        address: HOST or HOST:PORT of the first machine.
+        model_params, activations, context_params: as of open_stages().
+
+    Raises:
+        UnsupportedError: Ray is not installed.
+        WorkerError: there is no cluster, or it does not let us in.
+        CapacityError: the model does not fit its machines.
+        As open_stages() besides.
+    """
+    ray_processes.require_ray()
+    ray_processes.use_token()
+    from . import ray_cluster
+
+    ray_cluster.connect(address)
+    deployment = ray_cluster.RayStages(
+        path,
+        model_params=dict(model_params or {}),
+        context_params=context_params,
+        activations=activations,
+    )
+    pipeline = _open(path, deployment)
+    threading.Thread(
+        target=ray_cluster.publish, args=(pipeline, deployment), name="board", daemon=True
+    ).start()
+    return pipeline
+
+
+def _open(path: str | PathLike[str], deployment: Deployment) -> Pipeline:
     vocabulary = Model.load(path, vocab_only=True)
     try:
         return Pipeline(RemoteChain(deployment), vocabulary)

@@ -108,6 +108,11 @@ class Pipeline:
         chain: its stages, which it closes with itself.
         model: the model's vocabulary (``Model.load(path, vocab_only=True)``), closed likewise.
 
+    Attributes:
+        recoveries: stages that were replaced.
+        computed_tokens: in all, those of replays not counted.
+        stage_seconds: float64 [stages], that each has computed.
+
     Raises:
         ContextError: the stages do not fit together.
     """
@@ -123,6 +128,7 @@ class Pipeline:
         self.n_batch = min(f.n_batch for f in facts)
         self.n_embd = facts[0].n_embd
         self.recoveries = 0
+        self.computed_tokens = 0
         self._lock = threading.RLock()
         self.memory = PipelineMemory(
             self._lock,
@@ -201,6 +207,7 @@ class Pipeline:
         elif work.batch is not None:
             assert done.logits is not None
             self._history.append(work.batch)
+            self.computed_tokens += len(work.batch)
             self.stage_seconds += done.seconds
             ticket.logits.append(done.logits)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from contextlib import suppress
 from os import PathLike
@@ -57,17 +56,22 @@ class SliceStore:
         self.folder = Path(folder or os.environ.get("LLAMAHERD_SLICES") or cache / "llamaherd" / "slices")
 
     def identity(self, path: str | PathLike[str]) -> str:
-        """The content hash of a model's files, remembered while they do not change. Raises FileError."""
+        """The content hash of a model, all of its files together. Raises FileError."""
         with files.open(path) as model:
-            paths = [str(part.path) for part in model.parts]
-        look = [(os.path.abspath(p), (s := os.stat(p)).st_size, s.st_mtime_ns) for p in paths]
-        note = self.folder / f"{hashlib.sha256(repr(look).encode()).hexdigest()[:32]}.identity"
-        with suppress(OSError, ValueError, KeyError):
-            return str(json.loads(note.read_text())["sha256"])
-        found = hashlib.sha256("".join(content_hash(p) for p in paths).encode()).hexdigest()
+            paths = [part.path for part in model.parts]
+        return hashlib.sha256("".join(self.content_hash(p) for p in paths).encode()).hexdigest()
+
+    def content_hash(self, path: str | PathLike[str]) -> str:
+        """content_hash(), remembered as long as the file does not change."""
+        status = os.stat(path)
+        look = repr((os.path.abspath(path), status.st_ino, status.st_size, status.st_mtime_ns))
+        note = self.folder / f"{hashlib.sha256(look.encode()).hexdigest()[:32]}.sha256"
+        with suppress(OSError):
+            return note.read_text()
+        found = content_hash(path)
         self.folder.mkdir(parents=True, exist_ok=True)
         with replacing(note) as file:
-            file.write(json.dumps({"sha256": found, "of": paths}).encode())
+            file.write(found.encode())
         return found
 
     def place(self, identity: str, start: int, end: int) -> Path:

@@ -63,6 +63,7 @@ class Worker:
         self._step_began = 0.0
         self._scheduler: Scheduler | None = None
         self._store: KVStore | None = None
+        self._stage_seconds: dict[int, tuple[float, float]] = {}  # by process: when, and computed by then
         self._callers = ThreadPoolExecutor(4, thread_name_prefix="caller")
 
     # ------------------------------------------------------------------------------- the thread main
@@ -106,10 +107,14 @@ class Worker:
             )
         model_params, context_params = split_parameters(config.params, of="llama.cpp")
         context_params = {"n_seq_max": config.scheduler.n_seq_max} | context_params
-        if config.stages:
-            from ..shard.opening import open_stages
+        if config.stages or config.cluster:
+            from ..shard.opening import open_cluster, open_stages
 
-            pipeline = open_stages(config.model, config.stages, model_params=model_params, **context_params)
+            pipeline = (
+                open_cluster(config.model, config.cluster, model_params=model_params, **context_params)
+                if config.cluster
+                else open_stages(config.model, config.stages, model_params=model_params, **context_params)
+            )
             return pipeline, _info(pipeline.model, pipeline, config.scheduler.slots)
         model = Model.load(config.model, loras=config.loras, **model_params)
         context = Context(model, **context_params)
@@ -275,7 +280,28 @@ class Worker:
             steps=stats.steps,
             memory=memory,
             step_seconds=step_seconds,
+            recoveries=getattr(self._scheduler.engine, "recoveries", 0),
+            stages=self._stages(),
         )
+
+    def _stages(self) -> list[wire.StageStats]:
+        chain = getattr(self._running.engine, "chain", None)
+        if chain is None:
+            return []
+        now, found = time.monotonic(), []
+        for stage in chain.status():
+            then, computed = self._stage_seconds.get(stage.pid, (now, stage.seconds))
+            if now - then >= 2 or stage.pid not in self._stage_seconds:
+                self._stage_seconds[stage.pid] = (now, stage.seconds)
+            busy = (stage.seconds - computed) / (now - then) if now > then else 0.0
+            facts = stage.facts
+            found.append(
+                wire.StageStats(
+                    facts.start, facts.end, facts.size, stage.used_cells, stage.latency, min(1.0, busy),
+                    stage.host, stage.pid,
+                )
+            )  # fmt: skip
+        return found
 
     def _send(self, message: wire.Up) -> None:
         """Send from any thread, each through its own socket."""

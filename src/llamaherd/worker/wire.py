@@ -29,6 +29,7 @@ __all__ = [
     "ModelInfo",
     "Ready",
     "Reply",
+    "StageStats",
     "StartFailed",
     "Stats",
     "Stop",
@@ -67,6 +68,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         engine: ``"module:function"`` of an Engine of your own in place of a model file; it is called
             without arguments.
         stages: processes of this machine that the model is cut into by layers; 0 runs it in the worker.
+        cluster: HOST[:PORT] of a cluster over whose machines it is cut instead.
         heartbeat: seconds between signs of life.
         memory_limit: bytes of memory of its own (mapped files not counted) above which the worker is
             replaced; 0 sets no limit.
@@ -79,6 +81,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: str = ""
     stages: int = 0
+    cluster: str = ""
     heartbeat: float = 0.5
     memory_limit: int = 0
     cache_dir: str = ""
@@ -115,12 +118,37 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     control_texts: tuple[str, ...] = ()
 
 
+class StageStats(msgspec.Struct, frozen=True, array_like=True):
+    """A stage of a model that is cut by layers.
+
+    Attributes:
+        start, end: it computes layers [start, end).
+        weights: bytes.
+        used_cells: of its KV cache.
+        latency: seconds from a ping to its answer.
+        busy: share of the time that it computed, since the last look.
+        host: address of its machine.
+        pid: of its process.
+    """
+
+    start: int
+    end: int
+    weights: int
+    used_cells: int
+    latency: float
+    busy: float
+    host: str
+    pid: int
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     """A look at a worker; totals count from its start.
 
     Attributes:
         memory: bytes of its own, mapped files not counted.
         step_seconds: how long the step in flight has taken by now; 0 between steps.
+        recoveries: stages that were replaced.
+        stages: of a model that is cut by layers.
     """
 
     waiting: int = 0
@@ -135,6 +163,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     steps: int = 0
     memory: int = 0
     step_seconds: float = 0.0
+    recoveries: int = 0
+    stages: list[StageStats] = []
 
 
 # -------------------------------------------------------------------------------- to the worker

@@ -190,6 +190,21 @@ function figures(models) {
   plots.hits.add(reused / Math.max(1, reused + sum(models, "prefilled_tokens")));
   plots.restarts.add(sum(models, "restarts"));
   $("models").tBodies[0].replaceChildren(...models.map(row));
+  const stages = models.flatMap((m) => (m.stages ?? []).map((stage) => stageRow(m, stage)));
+  $("stages-part").hidden = !stages.length;
+  $("stages").tBodies[0].replaceChildren(...stages);
+}
+
+function stageRow(model, stage) {
+  const tr = document.createElement("tr");
+  const cells = [model.name, `${stage.start} - ${stage.end - 1}`, stage.host, stage.pid,
+    `${(stage.weights / 2 ** 20).toFixed(0)} MiB`, stage.used_cells, `${(stage.latency * 1000).toFixed(1)} ms`];
+  for (const text of cells) tr.insertCell().textContent = text;
+  const busy = document.createElement("meter");
+  busy.value = stage.busy;
+  busy.title = busy.textContent = `${(stage.busy * 100).toFixed(0)} %`;
+  tr.insertCell().append(busy);
+  return tr;
 }
 
 function row(model) {
