@@ -1,6 +1,6 @@
 # make demo   the main job on a real model: suggestions for a Lean goal
-# make test   the tests
-# make test-kernels  compiles the kernels, and tests them
+# make test   the tests, with llamaherd-kernels where they can be built
+# make test-stock  those of the engine again, with stock llama.cpp's kernels
 # make check  what CI checks beside the tests: style, types, import rules
 # make clean  remove the virtual environment and caches
 #
@@ -21,17 +21,17 @@ h : a = b
 endef
 export GOAL
 
-.PHONY: demo test test-kernels check clean
+.PHONY: demo test test-stock check clean
 
 demo: $(VENV)/.demo
 	@printf '%s\n\n$$ llamaherd suggest --lean "$$GOAL"\n' "$$GOAL"
 	@$(BIN)/llamaherd suggest --lean "$$GOAL" --seed 1
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev $(VENV)/.kernels
 	$(BIN)/python -m pytest $(ARGS)
 
-test-kernels: $(VENV)/.dev $(VENV)/.kernels
-	$(BIN)/python -m pytest tests/kernels $(ARGS)
+test-stock: $(VENV)/.dev
+	LLAMAHERD_KERNELS=off $(BIN)/python -m pytest tests/engine tests/real/test_llama_cpp.py $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -10,11 +10,19 @@ import pytest
 
 # before anything loads OpenMP: threads that spin while they wait ruin each other's time on shared CPUs
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# stock llama.cpp, which the oracles are compared with; tests/kernels switches the kernels on in processes of its own
-os.environ.setdefault("LLAMAHERD_KERNELS", "off")
 # a shell's background job ignores Ctrl-C, and so would the processes that tests interrupt
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header() -> str:
+    """What computes: llamaherd-kernels where they are installed, unless LLAMAHERD_KERNELS says otherwise.
+
+    Before any test loads a model by llama-cpp-python alone: the kernels could not join llama.cpp any more.
+    """
+    from llamaherd.native.kernels import enable_kernels
+
+    return f"kernels: {enable_kernels()}"
 
 
 @pytest.fixture(scope="session")

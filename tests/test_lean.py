@@ -69,13 +69,23 @@ def test_the_demo_model_answers_every_preset(name: str, demo_model_path: Path) -
     preset = lean_preset(name)
     with Model.load(demo_model_path) as model, Herd(model, n_ctx=1024, max_sequences=8) as herd:
         prompt = preset.prompt(GOAL, chat=ChatTemplate.of(model) if preset.needs_chat else None)
-        sampling = DEFAULT_SAMPLING.replace(seed=1, grammar=preset.grammar_for(""))
-        found = herd.suggest(
-            prompt, n=4, max_tokens=24, stop=preset.stop, sampling=sampling, keep=preset.keep
-        )
-    assert found
-    shown = [preset.shown(s.text) for s in found]
-    assert all(shown)
-    assert not any("\n" in s for s in shown)
-    if name == "tactics":
-        assert "rw [h]" in shown
+        sampling = DEFAULT_SAMPLING.replace(grammar=preset.grammar_for(""))
+
+        def suggest(seed: int) -> list[str]:
+            found = herd.suggest(
+                prompt,
+                n=4,
+                max_tokens=24,
+                stop=preset.stop,
+                sampling=sampling.replace(seed=seed),
+                keep=preset.keep,
+            )
+            return [preset.shown(s.text) for s in found]
+
+        shown = suggest(1)
+        assert shown
+        assert all(shown)
+        assert not any("\n" in s for s in shown)
+        if name == "tactics":
+            # which seeds draw it depends on the kernels' rounding; that none of twelve does would be no luck
+            assert any("rw [h]" in suggest(seed) for seed in range(1, 13))

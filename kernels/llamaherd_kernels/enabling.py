@@ -163,12 +163,16 @@ def _cache_folder() -> Path:
 
 
 def _fingerprint() -> str:
-    """Of what the result depends on: both libraries and the CPU."""
+    """Of what the result depends on: the plug-in, llama.cpp and the CPU."""
     import llama_cpp
 
     digest = hashlib.sha256()
     folder = Path(llama_cpp.__file__).parent / "lib"
-    for path in [library_path(), Path(__file__), *sorted(folder.glob("libggml*"))]:
+    for path in [
+        library_path(),
+        *sorted(Path(__file__).parent.glob("*.py")),
+        *sorted(folder.glob("libggml*")),
+    ]:
         found = path.stat()
         digest.update(f"{path}|{found.st_size}|{found.st_mtime_ns}\n".encode())
     try:

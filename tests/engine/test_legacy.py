@@ -59,7 +59,9 @@ def test_logits_equal_those_of_gguf(tmp_path, to, type, mode):
     expected = logits(back, use_extra_bufts=mode != "fast-open") if mode else None
     if expected is not None:
         assert np.array_equal(ours, expected)
-    assert cosine(ours, logits(back)) > 0.9998
+    # another layout may have other kernels, which round activations elsewhere: on this small random model either
+    # is as near to unrounded activations as the other (tests/kernels measures that)
+    assert cosine(ours, logits(back)) > 0.9995
     assert np.isfinite(ours).all()
 
 

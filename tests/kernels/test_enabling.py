@@ -115,6 +115,40 @@ def test_what_goes_wrong_leaves_stock(tmp_path, change, reason):
     assert reason in status["reason"]
 
 
+SPOILT = """
+    import numpy as np
+    from llamaherd_kernels import selftest
+    from llamaherd_kernels.library import available_levels
+    whole = selftest._product
+    def spoilt(ggml, kind, shape, weights, x, buffer, threads=1, ids=None):
+        out = whole(ggml, kind, shape, weights, x, buffer, threads, ids)
+        if buffer == "LLAMAHERD" and {condition}:
+            {change}
+        return out
+    selftest._product = spoilt
+    selftest.main([available_levels()[0], "Q4_1", "Q6_K"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "change", "reason"),
+    [
+        ("kind == 3 and len(x) == 37 and ids is None", "out[-1, -1] += 1", "differ from stock's"),
+        ("kind == 3 and len(x) == 6", "out[5] = np.nextafter(out[5], 9)", "6 rows on 1 threads"),
+        ("kind == 3 and threads == 3", "out[0, 0] = np.nextafter(out[0, 0], 9)", "on 3 threads"),
+        ("kind == 3 and ids is not None", "out = np.nextafter(out, 9)", "from those of a matrix"),
+        ("kind == 3", "out[1, 1] = np.nan", "differ from stock's"),
+    ],
+)
+@needs_level
+def test_the_self_test_finds_what_is_wrong_in_one_type_only(cache, condition, change, reason):
+    result = run(SPOILT.format(condition=condition, change=change), cache)
+    if "Q6_K" not in result["passed"]:
+        pytest.skip("the best level does not pass its self-test here")
+    assert reason in result["failed"]["Q4_1"]
+    assert "Q4_1" not in result["passed"]
+
+
 @needs_level
 def test_instructions_that_the_cpu_lacks_kill_only_the_self_test(tmp_path):
     """A level is claimed that this CPU may not have: its self-test must decide, and this process live."""

@@ -3,6 +3,7 @@
 import pytest
 
 from llamaherd import GenerationRequest, Herd, Model, PromptPart, SamplingConfig
+from llamaherd.native.kernels import enable_kernels
 
 pytestmark = pytest.mark.real
 
@@ -33,6 +34,7 @@ PROMPTS = [
 def test_greedy_text_equals_llamas_on_20_prompts(demo_model_path):
     from llama_cpp import Llama
 
+    enable_kernels()  # before any model is loaded: both are to compute with the same
     settings = {"n_ctx": 512, "n_threads": 2, "n_threads_batch": 2}
     peer = Llama(str(demo_model_path), flash_attn=True, verbose=False, **settings)
     expected = []
