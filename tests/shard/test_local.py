@@ -33,10 +33,10 @@ from .conftest import CUTS, SETTINGS, batch_of, conversation, equal
 class Stages:
     """A pipeline of processes, and what a test needs beside it."""
 
-    def __init__(self, path: Path, **settings: object) -> None:
+    def __init__(self, path: Path, *, frozen_after: float = 30.0, **settings: object) -> None:
         activations = str(settings.pop("activations", "f32"))
         self.deployment = LocalStages(path, CUTS, context_params=SETTINGS | settings, activations=activations)
-        self.chain = RemoteChain(self.deployment, frozen_after=3.0)
+        self.chain = RemoteChain(self.deployment, frozen_after=frozen_after)
         self.pipeline = Pipeline(self.chain, Model.load(path, vocab_only=True))
 
     @property
@@ -96,15 +96,20 @@ def test_a_killed_stage_is_replaced_and_nothing_changes(stages, make_whole, stag
     assert stages.pids[stage] != pid
 
 
-def test_a_stopped_stage_is_replaced(stages, make_whole):
+def test_a_stopped_stage_is_replaced(six_layers, make_whole):
+    stages = Stages(six_layers, frozen_after=3.0, kv_unified=False)
     whole, chain = make_whole(kv_unified=False), stages.pipeline
-    for engine in (whole, chain):
-        engine.memory.allocate()
-        engine.decode(batch_of(engine, {0: [1, 2, 3]}))
-    pid = stages.pids[1]
-    os.kill(pid, signal.SIGSTOP)
-    assert np.array_equal(whole.decode(batch_of(whole, {0: [4]})), chain.decode(batch_of(chain, {0: [4]})))
-    assert not psutil.pid_exists(pid)
+    try:
+        for engine in (whole, chain):
+            engine.memory.allocate()
+            engine.decode(batch_of(engine, {0: [1, 2, 3]}))
+        pid = stages.pids[1]
+        os.kill(pid, signal.SIGSTOP)
+        text = {0: [4]}
+        assert np.array_equal(whole.decode(batch_of(whole, text)), chain.decode(batch_of(chain, text)))
+        assert not psutil.pid_exists(pid)
+    finally:
+        chain.close()
 
 
 def test_streams_over_a_lost_stage(six_layers, make_whole):

@@ -21,7 +21,7 @@ from .work import Done, Work
 __all__ = ["Deployment", "RemoteChain", "StageStatus"]
 
 _PING_EVERY = 0.5  # seconds
-_FROZEN = 6.0  # seconds without an answer
+_FROZEN = 8.0  # seconds without an answer
 _START = 120.0  # seconds that a replaced stage may take to answer for the first time
 
 

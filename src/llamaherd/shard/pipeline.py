@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -109,7 +110,7 @@ class Pipeline:
         model: the model's vocabulary (``Model.load(path, vocab_only=True)``), closed likewise.
 
     Attributes:
-        recoveries: stages that were replaced.
+        recoveries, recovery_seconds: how often stages were replaced; how long the last time took.
         computed_tokens: in all, those of replays not counted.
         stage_seconds: float64 [stages], that each has computed.
 
@@ -128,6 +129,7 @@ class Pipeline:
         self.n_batch = min(f.n_batch for f in facts)
         self.n_embd = facts[0].n_embd
         self.recoveries = 0
+        self.recovery_seconds = 0.0
         self.computed_tokens = 0
         self._lock = threading.RLock()
         self.memory = PipelineMemory(
@@ -215,6 +217,7 @@ class Pipeline:
 
     def _recover(self, error: StageLostError) -> None:
         """Replace what was lost, and compute again what it held and what is under way."""
+        began = time.monotonic()
         for _ in range(_MOST_ATTEMPTS):
             self._drop_culprits(error)
             try:
@@ -223,6 +226,7 @@ class Pipeline:
                 self._replay()
                 for work, _ in self._under_way:
                     self.chain.send(work)
+                self.recovery_seconds = time.monotonic() - began
                 return
             except StageLostError as again:
                 error = again

@@ -160,16 +160,20 @@ def _too_little(costs: ModelCosts, nodes: Sequence[Node], n_ctx: int, n_ubatch: 
         (costs.weights(0, layers), costs.kv_cache(0, layers, n_ctx), costs.compute(0, layers, n_ubatch))
     )
     have = sum(node.memory for node in nodes)
-    gib = 1 << 30
     if have < needed:
         return (
-            f"{costs.name} needs {needed / gib:.1f} GiB with n_ctx = {n_ctx}, the {len(nodes)} nodes give "
-            f"{have / gib:.1f} GiB; add nodes, or take a smaller n_ctx or quantisation"
+            f"{costs.name} needs {_size(needed)} with n_ctx = {n_ctx}, the {len(nodes)} nodes give "
+            f"{_size(have)}; add nodes, or take a smaller n_ctx or quantisation"
         )
     return (
-        f"{costs.name} would fit into {have / gib:.1f} GiB, but not layer by layer into these nodes, each of "
-        f"which keeps compute buffers too; its largest layer takes {max(costs.layers) / gib:.2f} GiB"
+        f"{costs.name} would fit into {_size(have)}, but not layer by layer into these nodes: each keeps "
+        f"compute buffers too, the last one {_size(costs.compute(layers - 1, layers, n_ubatch))} beside its "
+        f"head of {_size(costs.head)}; the largest layer takes {_size(max(costs.layers))}"
     )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.0f} MiB"
 
 
 def even_cuts(costs: ModelCosts, stages: int) -> list[int]:
