@@ -310,3 +310,40 @@ def test_errors_name_the_stage():
     error = StageLostError(2, "it was killed")
     assert (error.stage, error.cause) == (2, "it was killed")
     assert "stage 2" in str(error)
+
+
+def test_a_head_that_stood_still_does_not_blame_its_stages(stages, monkeypatch):
+    """As after a laptop's sleep: nobody has answered for long, as nobody was asked."""
+    chain = stages.chain
+    monkeypatch.setattr(chain, "_frozen_after", 2.5)
+    with chain._lock:  # the watcher stands still
+        time.sleep(4)
+        assert chain._lost() == {}
+    for _ in range(40):
+        assert chain._lost() == {}
+        time.sleep(0.01)
+
+
+def test_cancelling_does_not_disturb_a_recovery(stages, make_whole):
+    whole, chain = make_whole(kv_unified=False), stages.pipeline
+    for engine in (whole, chain):
+        engine.memory.allocate()
+        for i in range(40):
+            engine.decode(batch_of(engine, {0: [i]}))
+    os.kill(stages.pids[1], signal.SIGKILL)
+    stop = threading.Event()
+
+    def cancel() -> None:
+        while not stop.is_set():
+            if chain._recovering:
+                chain.abort()
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    try:
+        text = {0: [7]}
+        assert np.array_equal(whole.decode(batch_of(whole, text)), chain.decode(batch_of(chain, text)))
+    finally:
+        stop.set()
+        thread.join()

@@ -95,6 +95,7 @@ class RemoteChain:
         self._zmq = zmq.Context()
         self._lock = threading.Lock()  # of the peers and their control sockets
         self._closed = threading.Event()
+        self._looked = time.monotonic()  # when the watcher last did
         self._epoch = 0
         self._sent = self._received = 0
         try:
@@ -201,9 +202,13 @@ class RemoteChain:
 
     def abort(self) -> None:
         """Have the stages drop what is under way; from any thread."""
-        with self._lock:
+        if not self._lock.acquire(timeout=0.5):
+            return  # a new epoch begins: there is nothing to drop
+        try:
             if not self._closed.is_set():
                 self._tell(range(len(self._peers)), wire.Abort(self._epoch, self._sent - 1))
+        finally:
+            self._lock.release()
 
     # -------------------------------------------------------------------------------------- losses
 
@@ -213,10 +218,10 @@ class RemoteChain:
 
     def _lost(self) -> dict[int, str]:
         lost = dict(self._deployment.lost())
-        now = time.monotonic()
         for stage, peer in enumerate(self._peers):
-            if stage not in lost and now - peer.seen > self._frozen_after:
-                lost[stage] = f"it has not answered for {now - peer.seen:.1f} s"
+            silent = self._looked - peer.seen
+            if stage not in lost and silent > self._frozen_after:
+                lost[stage] = f"it has not answered for {silent:.1f} s"
         return lost
 
     def restore(self) -> None:
@@ -305,6 +310,10 @@ class RemoteChain:
                 if self._closed.is_set():
                     return
                 now = time.monotonic()
+                if now - self._looked > 2:  # it was this process that stood still
+                    for peer in self._peers:
+                        peer.seen += now - self._looked
+                self._looked = now
                 if now >= next_ping:
                     number, next_ping = number + 1, now + _PING_EVERY
                     for stage, peer in enumerate(self._peers):

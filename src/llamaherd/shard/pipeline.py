@@ -140,6 +140,7 @@ class Pipeline:
             can_trim=all(f.can_trim for f in facts),
         )
         self._history = History()  # of what has come back
+        self._recovering = False
         self._under_way: collections.deque[tuple[Work, _Ticket]] = collections.deque()
         self.stage_seconds = np.zeros(len(facts))
 
@@ -217,7 +218,13 @@ class Pipeline:
 
     def _recover(self, error: StageLostError) -> None:
         """Replace what was lost, and compute again what it held and what is under way."""
-        began = time.monotonic()
+        began, self._recovering = time.monotonic(), True
+        try:
+            self._recover_from(error, began)
+        finally:
+            self._recovering = False
+
+    def _recover_from(self, error: StageLostError, began: float) -> None:
         for _ in range(_MOST_ATTEMPTS):
             self._drop_culprits(error)
             try:
@@ -293,7 +300,8 @@ class Pipeline:
 
     def abort(self) -> None:
         """Stop what is under way, as soon as may be; from any thread."""
-        self.chain.abort()
+        if not self._recovering:  # a replay is nobody's request
+            self.chain.abort()
 
     def close(self) -> None:
         """Free the stages and the vocabulary; idempotent."""
