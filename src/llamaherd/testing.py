@@ -254,10 +254,11 @@ class FakeEngine:
 
 
 def pseudo_random_logits(tokens: Sequence[int]) -> FloatArray:
-    """Logits that depend on the last three tokens only; letters are likely, EOS is not."""
+    """Logits that depend on the last three tokens only; letters are likely, EOS never comes."""
     seed = hash(tuple(tokens[-3:])) & 0xFFFFFFFF
     logits = np.random.default_rng(seed).standard_normal(258).astype(np.float32)
     logits[97:123] += 4
+    logits[FakeVocabulary.eos] = -100
     return logits
 
 

@@ -46,6 +46,7 @@ def test_every_command_is_in_the_table() -> None:
         if cli._exists(module):
             cli._register(app, module)
     registered = {command.name for command in app.registered_commands if not command.hidden}
+    registered |= {group.name for group in app.registered_groups}
     assert registered == {name for name, (module, _) in cli.COMMANDS.items() if cli._exists(module)}
 
 

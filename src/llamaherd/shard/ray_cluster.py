@@ -44,6 +44,7 @@ NAMESPACE = "llamaherd"
 _MIB = 1 << 20
 _PIECE = 16 << 20
 _PLACE = 60.0  # seconds that an actor may take to be placed and to import
+_REPLACE = 15.0  # seconds that replacing a stage is tried for
 _POST_EVERY = 2.0  # seconds
 _LOAD = 600.0  # seconds that a stage may take to load
 
@@ -64,6 +65,10 @@ class ClusterNode:
     address: str
     memory: int
     free: int
+
+
+class _PlacingError(WorkerStartError):
+    """A machine was lost while a stage started on it."""
 
 
 def connect(address: str) -> None:
@@ -285,7 +290,7 @@ class RayStages:
             raise WorkerStartError(f"stage {index} did not start: {cause}", cause) from error
         except ray.exceptions.RayError as error:
             cause = str(error).strip().splitlines()[0]
-            raise WorkerStartError(f"stage {index} did not start: {cause}", cause) from error
+            raise _PlacingError(f"stage {index} did not start: {cause}", cause) from error
 
     def _bring_slice(self, index: int, actor: Any) -> None:
         """Have a stage's machine hold its slice, and check that it is the one."""
@@ -323,11 +328,13 @@ class RayStages:
         for index, cause in stages.items():
             log.warning("stage %d is replaced: %s", index, cause)
             self._end(index)
-        deadline = time.monotonic() + 10
-        while True:  # Ray takes a moment to give a dead actor's memory back
+        deadline = time.monotonic() + _REPLACE
+        while True:  # Ray takes a moment to know that a machine is dead, and to give memory back
             try:
                 return self._start(self._with_room(stages))
-            except CapacityError as error:
+            except (CapacityError, _PlacingError) as error:
+                for index in stages:
+                    self._end(index)
                 if time.monotonic() > deadline:
                     raise WorkerStartError(str(error), str(error)) from error
                 time.sleep(0.2)
