@@ -1,10 +1,11 @@
 """``python -m llamaherd_kernels.selftest LEVEL TYPE...``: are the plug-in's products right on this machine?
 
 Run in a process of its own, because what is wrong may kill it. Prints JSON: the types that passed.
-Each type's products are computed by ggml's own graph code, with the weights in its stock buffer and in ours, also
-for experts. They must agree with stock: closely where the activations are whole numbers, which eight bits hold
-exactly, and as well as rounding allows for others. And a row must be bitwise the same alone, among any number of
-others (every shape of a tile), anywhere in the batch, on any number of threads, and as an expert's.
+Each type's products are computed by ggml's own graph code, with the weights in its stock buffer and
+in ours, also for experts. They must agree with stock: closely where the activations are whole
+numbers, which eight bits hold exactly, and as well as rounding allows for others. And a row must be
+bitwise the same alone, among any number of others (every shape of a tile), anywhere in the batch,
+on any number of threads, and as an expert's.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _test_activations(ggml: Any, kind: int, weights: bytes, x: Any, tolerance: f
 
 
 def _parts() -> list[tuple[int, int, int]]:
-    """First row, rows and threads: all remainders of a tile (at most six rows), and a batch that takes turns."""
+    """First row, rows, threads: every remainder of a tile (six rows at most), and chunks taken in turns."""
     few = [(rows, rows, 1 + rows % 3) for rows in range(1, 14)]
     return [(0, 1, 1), (_ROWS - 1, 1, 2), *few, (0, 33, 3), (4, 33, 1), (0, _ROWS, 1), (0, _ROWS, 3)]
 
