@@ -5,7 +5,8 @@
     python benchmarks/kernels.py --models                     # end to end: SmolLM2 in several types
 
 Stock is measured on its best path (its repacked layout where it has one). Both run on ggml's own threads, in turns;
-medians. With --threads 1 the time is the CPU's, which other processes on the machine disturb less. GOPS: 2 x K x N x rows a second. GB/s: bytes of the weights as the file holds them, read once a product.
+medians. With --threads 1 the time is the CPU's, which other processes on the machine disturb less. GOPS: 2 x K x N x rows a second. GB/s: bytes of the weights as the file holds them, read once a product
+(weights that fit the caches are not read from memory: more than 100%). Their shares are of what this machine can do, measured first.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def main() -> None:
 def compare_products(options: argparse.Namespace) -> None:
     import llamaherd_kernels
     from llamaherd_kernels.measure import compare_products as compare
+    from llamaherd_kernels.measure import peak_gops, read_gigabytes
 
     types = tuple(options.types or TYPES)
     status = llamaherd_kernels.enable(types=types, level=options.level)
@@ -73,13 +75,16 @@ def compare_products(options: argparse.Namespace) -> None:
     if not status.active:
         sys.exit(1)
     shapes = tuple(tuple(map(int, shape.split("x"))) for shape in options.shapes)
+    peak, read = peak_gops(status.level, options.threads), read_gigabytes(options.threads)
+    print(f"peak: {peak:.0f} GOPS of byte products from registers, {read:.1f} GB/s read from memory")
     print(
-        f"{'type':8}{'K x N':>14}{'rows':>6}{'stock':>10}{'ours':>10}{'ratio':>7}{'GOPS':>7}{'GB/s':>6}  stock's path"
+        f"{'type':8}{'K x N':>14}{'rows':>6}{'stock':>10}{'ours':>10}{'ratio':>7}{'GOPS':>7}{'':>5}{'GB/s':>6}{'':>5}"
+        "  stock's path"
     )
     for m in compare(types, shapes, tuple(options.rows), threads=options.threads, seconds=options.seconds):
         print(
             f"{m.type:8}{f'{m.k}x{m.n}':>14}{m.rows:6}{m.stock * 1e6:8.0f}us{m.ours * 1e6:8.0f}us{m.ratio:7.2f}"
-            f"{m.gops:7.0f}{m.gigabytes:6.1f}  {m.stock_path}",
+            f"{m.gops:7.0f}{m.gops / peak:5.0%}{m.gigabytes:6.1f}{m.gigabytes / read:5.0%}  {m.stock_path}",
             flush=True,
         )
 

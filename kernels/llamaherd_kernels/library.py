@@ -54,6 +54,8 @@ def load() -> Any:
         ("packed_bytes", ctypes.c_size_t, [text, integer, wide, wide]),
         ("pack", None, [text, integer, wide, wide, pointer, pointer]),
         ("multiply", None, [text, integer, wide, wide, wide, pointer, pointer, pointer, integer, integer]),
+        ("peak", wide, [text, wide]),
+        ("read", None, [pointer, wide]),
     ):
         function = getattr(library, f"llamaherd_kernels_{name}")
         function.restype, function.argtypes = result, arguments

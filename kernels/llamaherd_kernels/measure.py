@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import ggml as graphs
-from .library import TYPES
+from .library import TYPES, load
 
-__all__ = ["Measured", "compare_products"]
+__all__ = ["Measured", "compare_products", "peak_gops", "read_gigabytes"]
 
 _WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 
@@ -90,6 +92,48 @@ def compare_products(
                 ours = found.pop("LLAMAHERD")
                 path, stock = next(iter(found.items()))
                 yield Measured(name, k, n, count, stock, ours, path, len(weights))
+
+
+def peak_gops(level: str, threads: int) -> float:
+    """What a level's product of bytes reaches from registers, 10^9 multiplications and additions a second.
+
+    On avx2 that is the product with 16-bit sums, which four-bit weights can use; wider ones need more
+    instructions. The best of five runs.
+    """
+    rounds = 1 << 25
+    library = load()
+    done = library.llamaherd_kernels_peak(level.encode(), 1)
+    return (
+        1e-9
+        * rounds
+        * done
+        * threads
+        / _best(lambda _: library.llamaherd_kernels_peak(level.encode(), rounds), threads)
+    )
+
+
+def read_gigabytes(threads: int) -> float:
+    """Memory read, 10^9 bytes a second: 256 MiB a thread, more than caches hold. The best of five runs."""
+    size = 1 << 28
+    buffers = [ctypes.create_string_buffer(size) for _ in range(threads)]
+    for buffer in buffers:
+        ctypes.memset(buffer, 1, size)  # pages of its own, not the one page of zeros
+    library = load()
+    return 1e-9 * size * threads / _best(lambda i: library.llamaherd_kernels_read(buffers[i], size), threads)
+
+
+def _best(call: Callable[[int], object], threads: int) -> float:
+    """Seconds that all threads take together."""
+    times = []
+    for _ in range(5):
+        running = [threading.Thread(target=call, args=(i,)) for i in range(threads)]
+        start = time.perf_counter()
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def _add(

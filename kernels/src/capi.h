@@ -28,3 +28,7 @@ LLAMAHERD_API void llamaherd_kernels_pack(const char * level, int type, int64_t 
 LLAMAHERD_API void llamaherd_kernels_multiply(const char * level, int type, int64_t K, int64_t N, int64_t M,
                                               const void * packed, const float * x, float * out, int threads,
                                               int repeat);
+// rounds of the level's product of bytes, from registers; returns multiplications and additions done (0: unknown level)
+LLAMAHERD_API int64_t llamaherd_kernels_peak(const char * level, int64_t rounds);
+// load every byte once
+LLAMAHERD_API void llamaherd_kernels_read(const void * data, int64_t bytes);
