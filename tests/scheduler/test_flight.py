@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from llamaherd.config import SamplingConfig, SchedulerConfig
-from llamaherd.engine.protocol import Batch, FloatArray, PipelinedEngine
+from llamaherd.engine.picks import pick_token
+from llamaherd.engine.protocol import Batch, FloatArray, PipelinedEngine, Row
 from llamaherd.errors import DecodeError, LlamaherdError, StageLostError
+from llamaherd.logits import log_normalizers
 from llamaherd.scheduler.loop import Scheduler
 from llamaherd.testing import FakeEngine
-from llamaherd.types import GenerationRequest
+from llamaherd.types import GenerationRequest, Token
 
 
 class FakePipeline(FakeEngine):
@@ -25,11 +27,14 @@ class FakePipeline(FakeEngine):
         super().__init__(**options)
         self.under_way: deque[object] = deque()
         self.most_under_way = 0
+        self.drawn = 0
 
     def submit(self, batch: Batch) -> object:
-        result: FloatArray | LlamaherdError
+        result: FloatArray | list[Row] | LlamaherdError
         try:
             result = super().decode(batch).copy()
+            if batch.draws is not None:
+                result = self._rows(result, batch)
         except LlamaherdError as error:
             result = error
         ticket = (object(), result)
@@ -38,7 +43,18 @@ class FakePipeline(FakeEngine):
         assert len(self.under_way) <= self.depth
         return ticket
 
-    def collect(self, ticket: Any) -> FloatArray:
+    def _rows(self, logits: FloatArray, batch: Batch) -> list[Row]:
+        draws = [d for d, wanted in zip(batch.draws or (), batch.outputs, strict=True) if wanted]
+        self.drawn += sum(draw is not None for draw in draws)
+        return [
+            row if draw is None else pick_token(self.make_sampler(draw.sampling), row, norm, draw)
+            for row, norm, draw in zip(logits, log_normalizers(logits), draws, strict=True)
+        ]
+
+    def can_draw(self, config: SamplingConfig) -> bool:
+        return config.temperature > 0
+
+    def collect(self, ticket: Any) -> FloatArray | list[Row]:
         assert self.under_way.popleft() is ticket
         if isinstance(ticket[1], LlamaherdError):
             raise ticket[1]
@@ -60,7 +76,9 @@ def requests(seed: int, n: int = 12) -> list[GenerationRequest]:
                 "shared beginning of a prompt " * dice.randint(0, 4) + str(i),
                 max_tokens=dice.randint(1, 25),
                 n=dice.randint(1, 4),
-                sampling=SamplingConfig(seed=i, temperature=1.1),
+                sampling=SamplingConfig(seed=i, temperature=1.1 * dice.randint(0, 4)),
+                logprobs=dice.randint(0, 2),
+                ignore_eos=dice.random() < 0.3,
                 client=str(i % 3),
             )
         )
@@ -71,7 +89,11 @@ def results(engine: FakeEngine, wanted: list[GenerationRequest], **config: Any) 
     scheduler = Scheduler(engine, SchedulerConfig(**config))
     handles = [scheduler.submit(r) for r in wanted]
     scheduler.run_until_idle(20_000)
-    found = [[(c.text, c.tokens) for c in h.result(0).completions] for h in handles]
+    found: list[object] = []
+    for handle in handles:
+        events = list(handle)
+        tops = [e.top_logprobs for e in events if isinstance(e, Token) and e.index == 0]
+        found.append([(c.text, c.tokens, c.logprobs, tops) for c in events[-1].completions])
     scheduler.close()
     assert engine.memory.used_cells == 0
     return found
@@ -91,6 +113,7 @@ def test_texts_are_those_of_one_batch_at_a_time(seed, n_ctx):
     expected = results(FakeEngine(**options), wanted, max_sequences=6, prefill_chunk=16)
     assert results(engine, wanted, max_sequences=6, prefill_chunk=16) == expected
     assert engine.most_under_way == 3
+    assert engine.drawn > 20
     assert not engine.under_way
 
 
@@ -113,8 +136,8 @@ def test_cancelled_and_failing_requests_leave_the_others_alone(seed):
     expected = results(FakeEngine(**options), wanted, max_sequences=6, prefill_chunk=16)
 
     def fail(batch: Batch) -> None:
-        if (batch.tokens == ord("!")).any():
-            raise DecodeError(-3, "a batch with ! fails")
+        if (batch.tokens == ord("!")).sum() > 5:  # a prompt of them, not one that was drawn
+            raise DecodeError(-3, "a prompt with ! fails")
 
     engine = FakePipeline(**options, on_decode=fail)
     scheduler = Scheduler(engine, SchedulerConfig(max_sequences=6, prefill_chunk=16))
@@ -131,7 +154,7 @@ def test_cancelled_and_failing_requests_leave_the_others_alone(seed):
         if not scheduler.step():
             break
     found = [[(c.text, c.tokens) for c in h.result(0).completions] for h in handles]
-    assert found == expected
+    assert found == [[completion[:2] for completion in completions] for completions in expected]
     for bad in (others[0], others[3]):
         with pytest.raises(DecodeError):
             bad.result(0)

@@ -42,7 +42,7 @@ def test_arrays_of_another_size_are_refused(form, size):
     n = np.zeros(3, np.int32).tobytes()
     header = wire.Header(0, 0, [], n, n, bytes(3), form, 8)
     with pytest.raises(RequestError):
-        header.work(bytes(size))
+        header.work(bytes(size), last=False)
 
 
 def test_settings_arrive():

@@ -10,14 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import SamplingConfig
+from ..errors import LlamaherdError
 from ..types import Prompt
 
 __all__ = [
     "Batch",
+    "Draw",
     "Engine",
     "FloatArray",
     "IntArray",
+    "Pick",
     "PipelinedEngine",
+    "Row",
     "SequenceMemory",
     "TextVocabulary",
     "TokenSampler",
@@ -25,6 +29,39 @@ __all__ = [
 
 FloatArray: TypeAlias = NDArray[np.float32]
 IntArray: TypeAlias = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How one token is drawn.
+
+    Attributes:
+        sampling: with which settings.
+        number: the uniform number in [0, 1) that decides.
+        top: how many of the most probable tokens are wanted beside it.
+        without: tokens that may not be drawn, unless nothing else fits a grammar.
+    """
+
+    sampling: SamplingConfig
+    number: float
+    top: int = 0
+    without: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A token that was drawn.
+
+    Attributes:
+        token, logprob: its natural log-probability is of the unmodified distribution.
+        top: (token, logprob) of the most probable, as many as were wanted.
+        complete: the grammar's text is complete, and the token its end.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    complete: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +76,8 @@ class Batch:
         sequences: int32 [n], the sequence that each token belongs to.
         outputs: bool [n], whose logits are wanted.
         embeddings: float32 [n, n_embd], input embeddings or hidden states in place of tokens.
+        draws: [n], for an engine that can draw: how the token after each one is drawn, None where its logits
+            are wanted, if anything.
     """
 
     tokens: IntArray | None
@@ -46,9 +85,14 @@ class Batch:
     sequences: IntArray
     outputs: NDArray[np.bool_]
     embeddings: FloatArray | None = None
+    draws: tuple[Draw | None, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
+
+
+Row: TypeAlias = FloatArray | Pick | LlamaherdError
+"""What comes of a wanted token: its logits [n_vocab], what was drawn from them, or why nothing could be."""
 
 
 class TextVocabulary(Protocol):
@@ -191,5 +235,11 @@ class PipelinedEngine(Engine, Protocol):
         Raises TokenError, PositionError, SequenceError, OutOfCellsError: the batch is not valid.
         """
 
-    def collect(self, ticket: Any) -> FloatArray:
-        """What decode() gives or raises, of the oldest batch that was not collected."""
+    def collect(self, ticket: Any) -> FloatArray | list[Row]:
+        """What decode() gives or raises, of the oldest batch that was not collected.
+
+        Of a batch with ``draws`` a row for each wanted token, in batch order.
+        """
+
+    def can_draw(self, config: SamplingConfig) -> bool:
+        """Whether a batch may have tokens drawn with these settings, so that logits need not travel."""

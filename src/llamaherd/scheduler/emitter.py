@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..engine.protocol import Engine, FloatArray, TokenSampler
-from ..errors import GrammarError, LlamaherdError
-from ..logits import check_finite, log_normalizers, top_k
+from ..engine.picks import pick_token
+from ..engine.protocol import Draw, Engine, FloatArray, Pick, Row
+from ..errors import LlamaherdError
+from ..logits import check_finite, log_normalizers
 from ..types import Completion, Failed, Finished, FinishReason, Logprob, Token
 from .draws import uniform
 from .intake import Intake
@@ -31,20 +31,41 @@ class Emitter:
     ) -> None:
         self._memory = engine.memory
         self._vocabulary = engine.vocabulary
-        self._end_tokens = np.array(sorted(engine.vocabulary.end_tokens), np.intp)
+        self._end_tokens = tuple(sorted(engine.vocabulary.end_tokens))
         self._intake = intake
         self._residency = residency
         self._groups = groups
 
     # ------------------------------------------------------------------------------- advancing
 
-    def advance(self, candidates: Sequence[Candidate], logits: FloatArray) -> None:
-        """Turn each candidate's logits (row by row) into its next token; those of beams all together."""
+    def advance(self, candidates: Sequence[Candidate], rows: FloatArray | Sequence[Row]) -> None:
+        """Take what came of each candidate's newest token, row by row, further; beams all together."""
+        if isinstance(rows, np.ndarray):
+            self._advance_logits(candidates, rows)
+            return
+        logits = [(c, row) for c, row in zip(candidates, rows, strict=True) if isinstance(row, np.ndarray)]
+        for candidate, row in zip(candidates, rows, strict=True):
+            if not self._open(candidate):
+                continue
+            if isinstance(row, LlamaherdError):
+                self.fail(candidate.group, row)
+            elif isinstance(row, Pick):
+                try:
+                    self.take(candidate, row)
+                except LlamaherdError as error:
+                    self.fail(candidate.group, error)
+        if logits:
+            self._advance_logits([c for c, _ in logits], np.stack([row for _, row in logits]))
+
+    def _open(self, candidate: Candidate) -> bool:
+        return candidate.finish_reason is None and candidate.group.key in self._groups
+
+    def _advance_logits(self, candidates: Sequence[Candidate], logits: FloatArray) -> None:
         norms = log_normalizers(logits)
         beams: dict[int, list[int]] = {}
         for row, candidate in enumerate(candidates):
             group = candidate.group
-            if candidate.finish_reason is not None or group.key not in self._groups:
+            if not self._open(candidate):
                 continue
             try:
                 if np.isnan(norms[row]):
@@ -63,59 +84,45 @@ class Emitter:
                 except LlamaherdError as error:
                     self.fail(open_group, error)
 
+    def draw_of(self, candidate: Candidate) -> Draw:
+        """How the candidate's next token is drawn."""
+        request, group = candidate.group.request, candidate.group
+        number = uniform(group.seed, candidate.index, len(candidate.tokens))
+        without = self._end_tokens if request.ignore_eos else ()
+        return Draw(request.sampling, number, request.logprobs or 0, without)
+
     def _next_token(self, candidate: Candidate, logits: FloatArray, norm: float) -> None:
-        group, request = candidate.group, candidate.group.request
         sampler = self._intake.sampler(candidate)
-        draw = uniform(group.seed, candidate.index, len(candidate.tokens))
-        complete = False
-        if request.ignore_eos:
-            try:
-                token = self._sample_without(self._end_tokens, sampler, logits, draw)
-            except GrammarError:  # the text that the grammar describes is complete: only an end fits
-                token, complete = sampler.sample(logits, draw), True
-        else:
-            token = sampler.sample(logits, draw)
-        sampler.accept(token)
+        self.take(candidate, pick_token(sampler, logits, norm, self.draw_of(candidate)))
+
+    def take(self, candidate: Candidate, pick: Pick) -> None:
+        """Append a token that was drawn for a candidate of an open request."""
+        group, token = candidate.group, pick.token
+        self._intake.sampler(candidate).accept(token)
         self._note_first_token(group)
-        logprob = float(logits[token]) - norm
         candidate.tokens.append(token)
-        candidate.logprobs.append(logprob)
-        ends = complete or token in group.end_tokens
+        candidate.logprobs.append(pick.logprob)
+        ends = pick.complete or token in group.end_tokens
         full = len(candidate.tokens) >= group.max_tokens
-        piece = b"" if complete else self._intake.piece(group, token)
-        delta = candidate.stream.push(piece, final=ends or full)
+        text = b"" if pick.complete else self._intake.piece(group, token)
+        delta = candidate.stream.push(text, final=ends or full)
         candidate.text += delta.text
         reason: FinishReason | None = None
         if ends or delta.stop is not None:
             reason, candidate.stop = "stop", delta.stop
         elif full:
             reason = "length"
-        top = self._top(logits, norm, request.logprobs) if request.logprobs else ()
-        event = Token(candidate.index, token, delta.text, logprob, top, reason, candidate.stop, piece)
+        piece = self._vocabulary.piece
+        top = tuple(Logprob(t, piece(t), logprob) for t, logprob in pick.top)
+        event = Token(candidate.index, token, delta.text, pick.logprob, top, reason, candidate.stop, text)
         group.handle.push(event)
         if reason is not None:
             self._end(candidate, reason)
 
     @staticmethod
-    def _sample_without(
-        tokens: NDArray[np.intp], sampler: TokenSampler, logits: FloatArray, draw: float
-    ) -> int:
-        """Draw anything but these tokens; the row is as before afterwards, and was not copied."""
-        kept = logits[tokens]
-        logits[tokens] = -np.inf
-        try:
-            return sampler.sample(logits, draw)
-        finally:
-            logits[tokens] = kept
-
-    @staticmethod
     def _note_first_token(group: Group) -> None:
         if group.first_token is None:
             group.first_token = time.monotonic()
-
-    def _top(self, logits: FloatArray, norm: float, k: int) -> tuple[Logprob, ...]:
-        piece = self._vocabulary.piece
-        return tuple(Logprob(int(t), piece(int(t)), float(logits[t]) - norm) for t in top_k(logits, k))
 
     # ----------------------------------------------------------------------------------- beams
 

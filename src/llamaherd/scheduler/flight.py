@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..engine.protocol import Batch, Engine, FloatArray, PipelinedEngine
+from ..config import SamplingConfig
+from ..engine.picks import is_memoryless
+from ..engine.protocol import Batch, Engine, FloatArray, PipelinedEngine, Row
 from ..errors import LlamaherdError
 from .sequence import Candidate, Group
 
@@ -48,12 +49,17 @@ class Flight:
         pairs = zip(self.candidates, self._starts, strict=True)
         return [c for c, start in pairs if c.running and c.started == start]
 
-    def rows(self, candidates: Sequence[Candidate]) -> NDArray[np.intp]:
-        """Where these candidates' logits are; each has one row that is wanted, or none."""
+    def rows_of(
+        self, candidates: Sequence[Candidate], result: FloatArray | list[Row]
+    ) -> FloatArray | list[Row]:
+        """What came of these candidates; each has one row that is wanted, or none."""
         wanted = self.batch.outputs.reshape(len(self.candidates), -1)[:, -1]
         places = np.cumsum(wanted) - 1
         chosen = set(map(id, candidates))
-        return np.array([places[i] for i, c in enumerate(self.candidates) if id(c) in chosen], np.intp)
+        rows = [int(places[i]) for i, c in enumerate(self.candidates) if id(c) in chosen]
+        if isinstance(result, list):
+            return [result[row] for row in rows]
+        return result if len(rows) == len(result) else result[rows]
 
     def land(self, done: bool) -> None:
         """It came back, ``done`` or with nothing."""
@@ -99,10 +105,14 @@ class Flights:
                 flight.land(False)
                 raise
 
-    def land(self) -> tuple[Flight, FloatArray | LlamaherdError]:
-        """The oldest flight and its logits, or what it failed with."""
+    def can_draw(self, config: SamplingConfig) -> bool:
+        """Whether the engine draws tokens with these settings itself."""
+        return self._pipelined is not None and is_memoryless(config) and self._pipelined.can_draw(config)
+
+    def land(self) -> tuple[Flight, FloatArray | list[Row] | LlamaherdError]:
+        """The oldest flight and its rows, or what it failed with."""
         flight = self._flights[0]
-        result: FloatArray | LlamaherdError
+        result: FloatArray | list[Row] | LlamaherdError
         try:
             if self._pipelined is not None:
                 result = self._pipelined.collect(flight.ticket)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import SchedulerConfig
-from ..engine.protocol import Batch, Engine
+from ..engine.protocol import Batch, Draw, Engine
 from ..errors import (
     ClosedError,
     DeadlineError,
@@ -299,8 +299,19 @@ class Scheduler:
             positions=np.array([c.computed for c in candidates], np.int32),
             sequences=np.array([c.sequence for c in candidates], np.int32),
             outputs=np.array([c.pending == 1 for c in candidates], np.bool_),
+            draws=self._draws(candidates),
         )
         self._start_flight(Flight(batch, tuple(candidates), 1))
+
+    def _draws(self, candidates: Sequence[Candidate]) -> tuple[Draw | None, ...] | None:
+        """How an engine that can do so draws the next tokens; None if it draws none."""
+        draws = tuple(
+            self._emitter.draw_of(c)
+            if c.pending == 1 and c.group.beam is None and self._flights.can_draw(c.group.request.sampling)
+            else None
+            for c in candidates
+        )
+        return draws if any(draw is not None for draw in draws) else None
 
     def _prefill(self, candidate: Candidate, start: int, end: int) -> None:
         """Tokens [start, end) of one candidate's prompt."""
@@ -351,13 +362,14 @@ class Scheduler:
             if c.prefilling:
                 self._prefilled += flight.tokens
             if c.prefilling and c.computed == len(c.group.prompt):
-                c.group.prompt_logits = result[0].copy()
+                prompt_logits = result[0]
+                assert isinstance(prompt_logits, np.ndarray)
+                c.group.prompt_logits = prompt_logits.copy()
                 self._logits.put(c.group.prompt, c.group.prompt_logits)
                 c.prefilling = False
         ready = [c for c in aboard if not c.pending]
         if ready:
-            rows = flight.rows(ready)
-            self._emitter.advance(ready, result if len(rows) == len(result) else result[rows])
+            self._emitter.advance(ready, flight.rows_of(ready, result))
 
     def _failed(self, flight: Flight, error: LlamaherdError) -> None:
         """A batch came to nothing; all is as it was before it, or has failed."""

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ..engine.protocol import FloatArray, IntArray
+from ..engine.protocol import FloatArray, IntArray, Row
 from ..errors import DecodeAbortedError, LlamaherdError
 from .stage import Stage, StageFacts
 from .work import Done, StageWork, Work, perform
@@ -36,7 +36,7 @@ class InProcessChain:
 
     def _compute(self, work: Work) -> Done:
         batch = work.batch
-        values: IntArray | FloatArray | None = None
+        values: IntArray | FloatArray | list[Row] | None = None
         if batch is not None:
             values = batch.tokens if batch.tokens is not None else batch.embeddings
         error: LlamaherdError | None = None
@@ -45,13 +45,13 @@ class InProcessChain:
             began = time.perf_counter()
             if self._aborted.is_set():
                 error = error or DecodeAbortedError()
-            inputs = values if error is None else None
+            inputs = values if error is None and not isinstance(values, list) else None
             try:
                 values = perform(stage, StageWork.of(work, inputs))
             except LlamaherdError as failure:
                 error = failure
             seconds.append(time.perf_counter() - began)
-        return Done(logits=values if error is None else None, error=error, seconds=tuple(seconds))  # type: ignore[arg-type]
+        return Done(rows=values if error is None else None, error=error, seconds=tuple(seconds))  # type: ignore[arg-type]
 
     def receive(self) -> Done:
         """The oldest step's result."""

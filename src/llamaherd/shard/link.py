@@ -15,6 +15,7 @@ import zmq
 from ..errors import StageLostError
 from ..wire_errors import unpack_error
 from . import wire
+from .draws import pack_draws, unpack_picks
 from .stage import StageFacts
 from .work import Done, Work
 
@@ -166,6 +167,7 @@ class RemoteChain:
             outputs=np.ascontiguousarray(nothing if batch is None else batch.outputs, np.bool_).tobytes(),
             form=form,
             width=width,
+            draws=pack_draws(None if batch is None else batch.draws),
         )
         self._first.send_multipart([msgspec.msgpack.encode(header), data])
         self._sent += 1
@@ -181,13 +183,14 @@ class RemoteChain:
                 self._raise_if_lost()
         self._received += 1
         error = None if header.error is None else unpack_error(header.error)
+        if error is not None:
+            return Done(None, error, tuple(header.seconds))
         logits = None
-        if error is None and header.form == "logits":
-            n = np.frombuffer(header.outputs, np.bool_).sum()
-            logits = wire.decode_array(
-                data, "logits", int(n), header.width
-            ).copy()  # the caller may change them
-        return Done(logits, error, tuple(header.seconds))
+        if header.form == "logits":
+            n = len(data) // (4 * header.width)
+            logits = wire.decode_array(data, "logits", n, header.width).copy()  # the caller may change them
+        rows = unpack_picks(header.picks, logits) if header.picks else logits
+        return Done(rows, None, tuple(header.seconds))
 
     def _result(self, frames: list[bytes]) -> tuple[wire.Header | None, bytes]:
         """A result that is awaited, or None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 import time
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ import numpy as np
 from ..config import SamplingConfig
 from ..engine.batches import check_batch
 from ..engine.model import Model
-from ..engine.protocol import Batch, FloatArray, TokenSampler
+from ..engine.picks import is_memoryless
+from ..engine.protocol import Batch, FloatArray, Row, TokenSampler
 from ..engine.sampling import make_sampler
 from ..engine.sequences import SequenceTable
 from ..engine.vocabulary import Vocabulary
@@ -94,7 +96,7 @@ class _Ticket:
         self.before = before
         self.left = left
         self.recoveries = 0
-        self.logits: list[FloatArray] = []
+        self.rows: list[FloatArray | list[Row]] = []
         self.error: LlamaherdError | None = None
 
 
@@ -157,7 +159,9 @@ class Pipeline:
         Raises also WorkerError: a stage was lost and cannot be replaced.
         """
         with self._lock:
-            return self.collect(self.submit(batch))
+            logits = self.collect(self.submit(dataclasses.replace(batch, draws=None)))
+            assert not isinstance(logits, list)
+            return logits
 
     def submit(self, batch: Batch) -> _Ticket:
         """Begin a batch. Raises as decode() does where nothing runs."""
@@ -175,15 +179,26 @@ class Pipeline:
                 self.memory.appended(sequence, count)
             return ticket
 
-    def collect(self, ticket: _Ticket) -> FloatArray:
-        """The logits of a batch that submit() has begun, once those before it are in. Raises as decode()."""
+    def collect(self, ticket: _Ticket) -> FloatArray | list[Row]:
+        """What came of a batch that submit() has begun, once those before it are in. Raises as decode().
+
+        Its logits, or if it has ``draws`` a row for each wanted token: what the last stage has drawn.
+        """
         with self._lock:
             while ticket.left:
                 self._receive()
             if ticket.error is not None:
                 raise ticket.error
-            logits = ticket.logits
-            return logits[0] if len(logits) == 1 else np.concatenate(logits)
+            parts = ticket.rows
+            if len(parts) == 1:
+                return parts[0]
+            if ticket.batch.draws is not None:
+                return [row for part in parts for row in part]
+            return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
+
+    def can_draw(self, config: SamplingConfig) -> bool:
+        """Whether the last stage draws tokens with these settings."""
+        return is_memoryless(config)
 
     def _send(self, work: Work, ticket: _Ticket) -> None:
         self._under_way.append((work, ticket))
@@ -208,11 +223,11 @@ class Pipeline:
         if done.error is not None:
             self._fail(ticket, done.error)
         elif work.batch is not None:
-            assert done.logits is not None
+            assert done.rows is not None
             self._history.append(work.batch)
             self.computed_tokens += len(work.batch)
             self.stage_seconds += done.seconds
-            ticket.logits.append(done.logits)
+            ticket.rows.append(done.rows)
 
     # ----------------------------------------------------------------------------------- recovery
 
@@ -328,6 +343,7 @@ def _part(batch: Batch, rows: slice) -> Batch:
         sequences=batch.sequences[rows],
         outputs=batch.outputs[rows],
         embeddings=None if batch.embeddings is None else batch.embeddings[rows],
+        draws=None if batch.draws is None else batch.draws[rows],
     )
 
 

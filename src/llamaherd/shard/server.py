@@ -16,6 +16,7 @@ import zmq
 from ..errors import DecodeAbortedError, LlamaherdError, StageLostError
 from ..wire_errors import pack_error
 from . import wire
+from .draws import pack_picks
 from .stage import Stage
 from .work import perform
 
@@ -96,13 +97,15 @@ class StageServer:
     def _pass_on(self, header: wire.Header, payload: bytes) -> None:
         began = time.perf_counter()
         error = header.error
-        form, width, data = "none", 1, b""
+        form, width, data, picks = "none", 1, b"", b""
         try:
-            work = header.work(payload)
+            work = header.work(payload, self.stage.last)
             aborted = error is None and work.inputs is not None and self._is_aborted(header)
             result = perform(self.stage, work.operations_only() if aborted or error else work)
             if aborted:
                 raise DecodeAbortedError
+            if isinstance(result, list):
+                picks, result = pack_picks(result)
             if result is not None:
                 form = "logits" if self.stage.last else self.config.activations
                 width, data = result.shape[1], wire.encode_array(result, form)
@@ -113,7 +116,7 @@ class StageServer:
         seconds = time.perf_counter() - began
         self._seconds += seconds
         passed = msgspec.structs.replace(
-            header, form=form, width=width, error=error, seconds=[*header.seconds, seconds]
+            header, form=form, width=width, error=error, seconds=[*header.seconds, seconds], picks=picks
         )
         assert self._out is not None
         self._out.send_multipart([msgspec.msgpack.encode(passed), data])

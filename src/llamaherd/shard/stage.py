@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 from ..engine.context import Context
 from ..engine.memory import Memory
 from ..engine.model import Model
-from ..engine.protocol import Batch, FloatArray, IntArray
+from ..engine.protocol import Batch, Draw, FloatArray, IntArray, Row
 from ..errors import InvalidParameterError, PositionError, RequestError
+from .draws import Drawer
 from .slices import SliceStore, read_range
 
 __all__ = ["Stage", "StageFacts"]
@@ -63,6 +65,7 @@ class Stage:
         self.start, self.end, self.layers = start, end, layers
         self.first, self.last = start == 0, end == layers
         self._context = Context(model, layer_outputs=not self.last, **context_params)
+        self._drawer = Drawer(model, self._context.n_ctx)
         self.memory: Memory = self._context.memory
 
     @classmethod
@@ -175,6 +178,19 @@ class Stage:
         hidden: FloatArray = self._context.run(batch, logits=False, layers=[layer]).layers[layer].copy()
         return hidden
 
+    def draw(self, logits: FloatArray, draws: Sequence[Draw | None]) -> list[Row]:
+        """Draw tokens where the logits are, so that these need not travel.
+
+        Args:
+            logits: float32 [n, n_vocab], of forward() of the last stage.
+            draws: [n]; None leaves a row as it is. Their settings need no memory of the text
+                (`engine.picks.is_memoryless`).
+
+        Returns:
+            For each row its logits, or a Pick, or the error that a draw came to (such as LogitsError).
+        """
+        return self._drawer.draw(logits, draws)
+
     def trim(self, sequence: int, length: int) -> None:
         """Keep at most ``length`` tokens; a state that cannot be cut is emptied."""
         if self.memory.length(sequence) > length:
@@ -189,6 +205,7 @@ class Stage:
 
     def close(self) -> None:
         """Free the weights and the cache; idempotent."""
+        self._drawer.close()
         self.model.close()
 
     def __enter__(self) -> Stage:

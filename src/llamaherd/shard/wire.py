@@ -21,6 +21,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from ..engine.protocol import FloatArray, IntArray
 from ..errors import InvalidParameterError, RequestError
 from ..wire_errors import WireError
+from .draws import unpack_draws
 from .stage import StageFacts
 from .work import Operation, StageWork
 
@@ -206,6 +207,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
         width: its columns.
         error: of the stage that failed; the others carry out the operations only.
         seconds: that each stage so far has computed.
+        draws: packed, for the last stage; empty if nothing is drawn.
+        picks: packed, from it: what was drawn; the array holds the logits of the other rows.
     """
 
     epoch: int
@@ -218,9 +221,11 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     width: int = 1
     error: WireError | None = None
     seconds: list[float] = []
+    draws: bytes = b""
+    picks: bytes = b""
 
-    def work(self, payload: bytes) -> StageWork:
-        """The step for a stage. Raises RequestError: the arrays do not fit together."""
+    def work(self, payload: bytes, last: bool) -> StageWork:
+        """The step for a stage, which may be the last. Raises RequestError: its parts do not fit together."""
         inputs: IntArray | FloatArray | None = None
         try:
             positions = np.frombuffer(self.positions, np.int32)
@@ -239,7 +244,13 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
             == (len(positions) if inputs is None else len(inputs))
         ):
             raise RequestError("the arrays of a step are not equally long")
-        return StageWork(operations_of(self), inputs, positions, sequences, outputs)
+        try:
+            draws = unpack_draws(self.draws) if last else None
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise RequestError(f"the draws of a step are none: {error}") from error
+        if draws is not None and len(draws) != len(positions):
+            raise RequestError("a step has not a draw for every token")
+        return StageWork(operations_of(self), inputs, positions, sequences, outputs, draws)
 
 
 def operations_of(header: Header) -> tuple[Operation, ...]:

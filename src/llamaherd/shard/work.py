@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.protocol import Batch, FloatArray, IntArray
+from ..engine.protocol import Batch, Draw, FloatArray, IntArray, Row
 from ..errors import (
     LlamaherdError,
     OutOfCellsError,
@@ -56,25 +56,29 @@ class Done:
     """What came of a step.
 
     Attributes:
-        logits: float32 [n wanted, n_vocab], of the batch.
-        error: of the stage that failed first, in place of logits; the operations were carried out.
+        rows: of the batch: logits, float32 [n wanted, n_vocab]; if it has draws, a row for each wanted token.
+        error: of the stage that failed first, in place of rows; the operations were carried out.
         seconds: that each stage computed.
     """
 
-    logits: FloatArray | None = None
+    rows: FloatArray | list[Row] | None = None
     error: LlamaherdError | None = None
     seconds: tuple[float, ...] = field(default=())
 
 
 @dataclass(frozen=True, eq=False)
 class StageWork:
-    """A step as one stage gets it: ``inputs`` are token ids or hidden states, or None to compute nothing."""
+    """A step as one stage gets it: ``inputs`` are token ids or hidden states, or None to compute nothing.
+
+    ``draws`` are for the last stage.
+    """
 
     operations: tuple[Operation, ...]
     inputs: IntArray | FloatArray | None
     positions: IntArray
     sequences: IntArray
     outputs: NDArray[np.bool_]
+    draws: tuple[Draw | None, ...] | None = None
 
     @classmethod
     def of(cls, work: Work, inputs: IntArray | FloatArray | None) -> StageWork:
@@ -83,7 +87,7 @@ class StageWork:
         if batch is None:
             none = np.empty(0, np.int32)
             return cls(work.operations, None, none, none, none.astype(np.bool_))
-        return cls(work.operations, inputs, batch.positions, batch.sequences, batch.outputs)
+        return cls(work.operations, inputs, batch.positions, batch.sequences, batch.outputs, batch.draws)
 
     def operations_only(self) -> StageWork:
         """The step without its batch."""
@@ -120,8 +124,8 @@ class Chain(Protocol):
         """Free everything; idempotent."""
 
 
-def perform(stage: Stage, work: StageWork) -> FloatArray | None:
-    """Carry out a step on one stage; its output, if there is a batch.
+def perform(stage: Stage, work: StageWork) -> FloatArray | list[Row] | None:
+    """Carry out a step on one stage; its output, if there is a batch: see `Stage.forward` and `Stage.draw`.
 
     Raises what `Stage.forward` does, and StageLostError where operations or batch do not fit the stage's
     sequences: the head has checked them, so the stage is not where the head believes it to be.
@@ -134,9 +138,13 @@ def perform(stage: Stage, work: StageWork) -> FloatArray | None:
     if work.inputs is None:
         return None
     try:
-        return stage.forward(work.inputs, work.positions, work.sequences, work.outputs)
+        output = stage.forward(work.inputs, work.positions, work.sequences, work.outputs)
     except (PositionError, SequenceError, OutOfCellsError) as error:
         raise StageLostError(-1, f"a batch does not fit its sequences: {error}") from error
+    if not stage.last or work.draws is None:
+        return output
+    wanted = [draw for draw, want in zip(work.draws, work.outputs, strict=True) if want]
+    return stage.draw(output, wanted)
 
 
 def _operate(stage: Stage, operation: Operation) -> None:
