@@ -26,7 +26,7 @@ from llamaherd.config import SamplingConfig, SchedulerConfig
 from llamaherd.demo import demo_model
 from llamaherd.engine.context import Context
 from llamaherd.engine.model import Model
-from llamaherd.engine.protocol import Batch, Engine
+from llamaherd.engine.protocol import Batch, Draw, Engine, Pick, PipelinedEngine
 from llamaherd.scheduler.loop import Scheduler
 from llamaherd.shard.costs import costs_of_file
 from llamaherd.shard.in_process import InProcessChain
@@ -39,8 +39,14 @@ from llamaherd.types import GenerationRequest
 PROMPT = 64
 
 
+GREEDY = Draw(SamplingConfig(temperature=0), 0.0)
+
+
 def decode_alone(engine: Engine, tokens: int) -> float:
-    """Seconds a token of one sequence, each batch awaited: what a chain costs."""
+    """Seconds a token of one sequence, each batch awaited: what a chain costs.
+
+    The next token is drawn where the scheduler would have it drawn: on the last stage of a pipeline.
+    """
     sequence = engine.memory.allocate()
     one, true = np.zeros(1, np.int32), np.ones(1, np.bool_)
     text = np.arange(PROMPT, dtype=np.int32) + 100
@@ -49,10 +55,17 @@ def decode_alone(engine: Engine, tokens: int) -> float:
     logits = engine.decode(
         Batch(text, np.arange(PROMPT, dtype=np.int32), one.repeat(PROMPT) + sequence, outputs)
     )
+    token = int(logits[0].argmax())
+    draws = isinstance(engine, PipelinedEngine) and engine.depth > 1
     began = time.perf_counter()
     for i in range(tokens):
-        token = logits.argmax(-1).astype(np.int32)
-        logits = engine.decode(Batch(token, one + PROMPT + i, one + sequence, true))
+        batch = Batch(one + token, one + PROMPT + i, one + sequence, true, draws=(GREEDY,) if draws else None)
+        if isinstance(engine, PipelinedEngine) and draws:
+            (pick,) = engine.collect(engine.submit(batch))
+            assert isinstance(pick, Pick)
+            token = pick.token
+        else:
+            token = int(engine.decode(batch)[0].argmax())
     seconds = time.perf_counter() - began
     engine.memory.release(sequence)
     return seconds / tokens

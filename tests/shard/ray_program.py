@@ -21,12 +21,15 @@ os.environ |= ray_processes.environment("") | {"LLAMAHERD_SLICES": sys.argv[2]}
 import ray
 from ray.cluster_utils import Cluster
 
+from llamaherd import Herd
+from llamaherd.config import SamplingConfig
 from llamaherd.engine.context import Context
 from llamaherd.engine.model import Model
 from llamaherd.errors import CapacityError, WorkerStartError
-from llamaherd.shard import ray_cluster
+from llamaherd.shard import ray_board, ray_cluster, ray_nodes
 from llamaherd.shard.link import RemoteChain
 from llamaherd.shard.pipeline import Pipeline
+from llamaherd.types import GenerationRequest
 
 from .conftest import SETTINGS, batch_of, conversation, equal
 
@@ -41,6 +44,44 @@ def deployment(path: Path, **context: object) -> ray_cluster.RayStages:
     )
 
 
+def move_while_serving(cluster: Cluster, path: Path) -> None:
+    """A machine joins while streams run: on request it takes part, and nobody notices more than a pause."""
+    requests = [
+        GenerationRequest(
+            f"request {i}", max_tokens=480, n=1 + i % 2, ignore_eos=True,
+            sampling=SamplingConfig(seed=i, temperature=0.8 * (i % 2)),
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    size = {"n_ctx": 4096}  # 512 for each sequence
+    with Model.load(path) as model, Herd(Context(model, **SETTINGS | size, kv_unified=False)) as herd:
+        expected = [herd.submit(r).result(120).completions for r in requests]
+    stages = deployment(path, **size)
+    pipeline = Pipeline(RemoteChain(stages), Model.load(path, vocab_only=True))
+    ray_board.Reporter(pipeline, stages)
+    cuts = stages.cuts
+    assert not pipeline.rebalance()
+    cluster.add_node(
+        num_cpus=1, resources={ray_processes.RESOURCE: 8, ray_processes.SPEED: 40_000},
+        object_store_memory=80 << 20,
+    )  # fmt: skip
+    while len(ray_nodes.nodes_of()) < 4 or not (posts := ray_board.read_board()):
+        time.sleep(0.1)
+    with Herd(pipeline) as herd:
+        handles = [herd.submit(r) for r in requests]
+        next(iter(handles[0]))
+        assert not any(handle.done for handle in handles)
+        began = time.monotonic()
+        (post,) = ray_board.rebalance()
+        print(f"divided anew after {time.monotonic() - began:.1f} s", flush=True)
+        assert post["rebalance"] | {"wish": 0} == {"wish": 0, "moved": True, "error": None}
+        assert [handle.result(120).completions for handle in handles] == expected
+    assert stages.cuts != cuts, cuts
+    assert len(stages.cuts) > len(cuts)
+    assert [s["layers"][0] for s in post["stages"]] == stages.cuts[:-1]
+    assert [s["layers"][0] for s in posts[0]["stages"]] == cuts[:-1]
+
+
 def main() -> None:
     cluster = Cluster()
     for _ in range(3):
@@ -48,8 +89,8 @@ def main() -> None:
             num_cpus=1, resources={ray_processes.RESOURCE: 8}, object_store_memory=80 << 20,
             include_dashboard=False,
         )  # fmt: skip
-    ray_cluster.connect(cluster.address)
-    nodes = ray_cluster.nodes_of()
+    ray_nodes.connect(cluster.address)
+    nodes = ray_nodes.nodes_of()
     assert [n.memory for n in nodes] == [8 << 20] * 3, nodes
     whole_model = Model.load(PATH)
     whole = Context(whole_model, **SETTINGS, kv_unified=False)
@@ -100,6 +141,8 @@ def main() -> None:
     with Pipeline(RemoteChain(deployment(hidden)), Model.load(hidden, vocab_only=True)) as again:
         whole.memory.clear()
         assert all(equal(conversation(whole), conversation(again)))
+
+    move_while_serving(cluster, hidden)
 
     # more than all of them give
     with pytest.raises(CapacityError, match="nodes give"):

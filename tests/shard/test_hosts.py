@@ -5,6 +5,7 @@ Needs root and iproute2: ``pytest -m slow tests/shard/test_hosts.py``.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -108,17 +109,24 @@ def test_two_hosts_run_one_model(hosts: tuple[Host, Host], demo_model_path: Path
     )  # fmt: skip
     status = first.run("cluster", "status", first.address)
     assert all(address in status for address in ADDRESSES)
+    assert status.count("reads ") == 2  # measured when they joined
+    planned = json.loads(first.run("plan", "demo", "--cluster", first.address, "--n-ctx", "512", "--json"))
+    assert [stage["memory"] >> 20 for stage in planned["stages"]] == [150, 250]
+    assert "is as it was" not in first.run("cluster", "rebalance", first.address)  # nothing is served
 
     question = ["Once upon a time", "--max-tokens", 40, "--temperature", 0, "--n-ctx", 512]
     whole = first.run("run", "demo", *question)
     serving = subprocess.Popen(
         ["ip", "netns", "exec", first.name, sys.executable, "-m", "llamaherd", "run", "demo", *map(str, question),
-         "--max-tokens", "400", "--cluster", first.address],
+         "--max-tokens", "450", "--cluster", first.address],
         env=first.environment, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert serving.stdout is not None
     text = serving.stdout.read(60)
     assert whole.startswith(text[: len(whole.rstrip())]) or text.startswith(whole.rstrip())
+    rebalanced = first.run("cluster", "rebalance", first.address)
+    layers = [f"{a} - {b - 1}" for a, b in (stage["layers"] for stage in planned["stages"])]
+    assert f"is as it was; layers {', '.join(layers)}" in rebalanced
     # while it runs: each host maps the slice of its own layers, and no other file of the model
     mapped = {}
     for host in hosts:

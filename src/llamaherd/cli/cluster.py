@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import FileError, InvalidParameterError
+from ..errors import CapacityError, FileError, InvalidParameterError
 from .options import model_path
 from .sizes import format_size, parse_size
 
@@ -26,6 +26,7 @@ def register(app: typer.Typer) -> None:
     group.command("start")(start_command)
     group.command("join")(join_command)
     group.command("status")(status_command)
+    group.command("rebalance")(rebalance_command)
     group.command("stop")(stop_command)
     app.add_typer(group, name="cluster")
 
@@ -39,16 +40,20 @@ def plan_command(
         ),
     ],
     nodes: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--nodes",
             help="Machines and the memory that each gives: a:16G,b:8G or 40x8G; @25 adds GB/s of its memory.",
         ),
-    ],
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", help="HOST[:PORT] of a cluster: its machines, as they were measured."),
+    ] = None,
     n_ctx: Annotated[int, typer.Option("--n-ctx", "-c", help="Tokens of context, for all sequences.")] = 4096,
     sequences: Annotated[int, typer.Option("--sequences", help="Sequences under way at once.")] = 8,
     latency: Annotated[
-        float, typer.Option("--latency", help="Milliseconds from one node to the next.")
+        float, typer.Option("--latency", help="Milliseconds from one node to the next, of --nodes.")
     ] = 0.5,
     link: Annotated[float, typer.Option("--link", help="Gbit/s of the network.")] = 1.0,
     svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture here.")] = None,
@@ -61,7 +66,10 @@ def plan_command(
     """
     from ..shard.plan import plan
 
-    machines = _nodes(nodes, latency / 1000, link * 1e9 / 8 * 0.88)
+    if (nodes is None) == (cluster is None):
+        raise InvalidParameterError("nodes", nodes, "given, or a --cluster in their place")
+    wire = link * 1e9 / 8 * 0.88
+    machines = _nodes_of(cluster, wire) if nodes is None else _nodes(nodes, latency / 1000, wire)
     found = plan(_costs(model), machines, n_ctx=n_ctx, sequences=sequences)
     if as_json:
         typer.echo(json.dumps(_as_json(found), indent=2))
@@ -108,6 +116,29 @@ def _nodes(text: str, latency: float, link: float) -> list[Node]:
             own = name or f"node{len(nodes)}"
             nodes.append(Node(own, parse_size(size, "nodes"), bandwidth, latency, link))
     return nodes
+
+
+def _nodes_of(address: str | None, link: float) -> list[Node]:
+    """The machines of a cluster, with what is free and the speeds that were measured when they joined."""
+    import dataclasses
+
+    ray_nodes = _connected(address or "127.0.0.1")
+    found = ray_nodes.nodes_of(latency=True)
+    if not found:
+        raise CapacityError("no machine of the cluster gives memory; join some with --memory", 0)
+    return [dataclasses.replace(n.as_planned(), name=n.name, link=link) for n in found]
+
+
+def _connected(address: str) -> Any:
+    """`shard.ray_nodes`, as a client of a cluster."""
+    from ..shard import ray_processes
+
+    ray_processes.require_ray()
+    ray_processes.use_token()
+    from ..shard import ray_nodes
+
+    ray_nodes.connect(address)
+    return ray_nodes
 
 
 def _print(plan: Plan, nodes: list[Node]) -> None:
@@ -167,10 +198,15 @@ Memory = Annotated[
     typer.Option("--memory", help="What this machine gives: 8G; half of what is free if left out."),
 ]
 Host = Annotated[str | None, typer.Option("--host", help="This machine's address, as the others see it.")]
+Speed = Annotated[
+    float | None,
+    typer.Option("--speed", help="GB/s with which this machine reads weights; measured if left out (5 s)."),
+]
 
 
 def start_command(
     memory: Memory = None,
+    speed: Speed = None,
     host: Host = None,
     port: Annotated[int, typer.Option("--port", help="Where the others find this machine.")] = 6379,
 ) -> None:
@@ -181,7 +217,8 @@ def start_command(
     """
     from ..shard import ray_processes
 
-    token = ray_processes.start(_memory(memory), host=host, port=port)
+    given = _memory(memory)
+    token = ray_processes.start(given, speed=_speed(speed, given), host=host, port=port)
     address = f"{host or _own_address()}:{port}"
     typer.echo(
         "On each of the other machines:\n\n"
@@ -193,13 +230,14 @@ def start_command(
 def join_command(
     address: Annotated[str, typer.Argument(metavar="HOST[:PORT]", help="The first machine.")],
     memory: Memory = None,
+    speed: Speed = None,
     host: Host = None,
 ) -> None:
     """Give this machine's memory to a cluster. LLAMAHERD_CLUSTER_TOKEN is the one that `start` printed."""
     from ..shard import ray_processes
 
     given = _memory(memory)
-    ray_processes.join(address, given, host=host)
+    ray_processes.join(address, given, speed=_speed(speed, given), host=host)
     typer.echo(f"joined {address} with {format_size(given)}")
 
 
@@ -212,14 +250,10 @@ def status_command(
     """The cluster's machines, and what runs on them."""
     import dataclasses
 
-    from ..shard import ray_processes
+    ray_nodes = _connected(address)
+    from ..shard import ray_board
 
-    ray_processes.require_ray()
-    ray_processes.use_token()
-    from ..shard import ray_cluster
-
-    ray_cluster.connect(address)
-    nodes, pipelines = ray_cluster.nodes_of(), ray_cluster.read_board()
+    nodes, pipelines = ray_nodes.nodes_of(latency=True), ray_board.read_board()
     if as_json:
         shown = {"nodes": [dataclasses.asdict(node) for node in nodes], "pipelines": pipelines}
         typer.echo(json.dumps(shown, indent=2))
@@ -227,7 +261,9 @@ def status_command(
     for node in nodes:
         typer.echo(
             f"{node.name} ({node.address}, {node.id[:8]})  gives {format_size(node.memory)}, "
-            f"{format_size(node.free)} free"
+            f"{format_size(node.free)} free, "
+            + (f"reads {node.speed / 1e9:.1f} GB/s, " if node.speed else "")
+            + f"{1000 * node.latency:.2f} ms away"
         )
         for pipeline in pipelines:
             for stage in pipeline["stages"]:
@@ -243,6 +279,29 @@ def status_command(
         typer.echo("no machine gives memory; join some")
 
 
+def rebalance_command(
+    address: Annotated[
+        str, typer.Argument(metavar="[HOST[:PORT]]", help="The first machine; this one if left out.")
+    ] = "127.0.0.1",
+) -> None:
+    """Divide the models that are served anew among the machines that there are now.
+
+    After machines have joined. Requests wait for some seconds meanwhile, and lose nothing.
+    """
+    _connected(address)
+    from ..shard import ray_board
+
+    failed = False
+    for pipeline in ray_board.rebalance():
+        layers = ", ".join(f"{first} - {end - 1}" for first, end in (s["layers"] for s in pipeline["stages"]))
+        result = pipeline["rebalance"]
+        failed |= result["error"] is not None
+        what = result["error"] or ("moved" if result["moved"] else "is as it was")
+        typer.echo(f"{pipeline['model']}: {what}; layers {layers}")
+    if failed:
+        raise typer.Exit(1)
+
+
 def stop_command() -> None:
     """End this machine's part of the cluster; on the first machine, all of it."""
     from ..shard import ray_processes
@@ -256,6 +315,19 @@ def _memory(text: str | None) -> int:
     from ..engine.cpus import available_memory
 
     return (available_memory() or 2 << 30) // 2
+
+
+def _speed(given: float | None, memory: int) -> float | None:
+    """Bytes a second: what was said, else measured, if the machine gives any memory."""
+    if given is not None:
+        if not 0 < given < 1e6:
+            raise InvalidParameterError("speed", given, "GB/s, more than 0")
+        return given * 1e9
+    if not memory >> 20:
+        return None
+    from ..shard.speed import measure_speed
+
+    return measure_speed()
 
 
 def _own_address() -> str:

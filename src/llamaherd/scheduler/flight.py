@@ -69,20 +69,20 @@ class Flight:
 
 
 class Flights:
-    """What is under way on an engine.
-
-    Attributes:
-        depth: batches that may be under way at once.
-    """
+    """What is under way on an engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._pipelined = engine if isinstance(engine, PipelinedEngine) and engine.depth > 1 else None
-        self.depth = self._pipelined.depth if self._pipelined is not None else 1
         self._flights: collections.deque[Flight] = collections.deque()
 
     def __len__(self) -> int:
         return len(self._flights)
+
+    @property
+    def depth(self) -> int:
+        """Batches that may be under way at once."""
+        return self._pipelined.depth if self._pipelined is not None else 1
 
     @property
     def groups(self) -> list[Group]:

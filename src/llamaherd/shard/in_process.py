@@ -63,6 +63,10 @@ class InProcessChain:
         for stage in self._stages:
             stage.memory.clear()
 
+    def rebalance(self) -> bool:
+        """There is nowhere to go."""
+        return False
+
     def abort(self) -> None:
         """Stop the forward pass in flight."""
         self._aborted.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +37,14 @@ class Deployment(Protocol):
     def host(self) -> str:
         """The head's address, as the last stage sees it."""
 
+    @property
+    def n_stages(self) -> int:
+        """Stages of the present plan."""
+
+    @property
+    def admitted(self) -> Sequence[bytes]:
+        """Public keys of all stages that there may be, under any plan."""
+
     def start(self) -> Sequence[wire.Endpoint]:
         """Start all stages, and wait until they are loaded. Raises what loading does, WorkerStartError."""
 
@@ -45,6 +53,12 @@ class Deployment(Protocol):
 
     def replace(self, stages: Mapping[int, str]) -> Mapping[int, wire.Endpoint]:
         """End these and start others in their place. Raises WorkerStartError: there is no room for one."""
+
+    def replan(self) -> bool:
+        """Divide the model anew among the machines that there are, and end the stages that move.
+
+        Whether any does: they are lost() then. Raises CapacityError: all is as it was.
+        """
 
     def close(self) -> None:
         """End all processes; idempotent."""
@@ -99,20 +113,21 @@ class RemoteChain:
         self._looked = time.monotonic()  # when the watcher last did
         self._epoch = 0
         self._sent = self._received = 0
+        self._first: zmq.Socket[bytes] | None = None
         try:
             endpoints = deployment.start()
         except BaseException:
             deployment.close()
             self._zmq.term()
             raise
-        self._authenticator = wire.admit_only(self._zmq, [e.key for e in endpoints])
+        self._authenticator = wire.admit_only(self._zmq, deployment.admitted)
         self._results: zmq.Socket[bytes] = self._zmq.socket(zmq.PULL)
         self._results.setsockopt(zmq.RCVHWM, 0)
         deployment.keys.serve(self._results)
         self._results.bind_to_random_port(f"tcp://{deployment.host}")
-        self._peers = [_Peer(e) for e in endpoints]
-        self._controls = [self._control(e) for e in endpoints]
-        self._first = self._push(endpoints[0])
+        self._peers: dict[int, _Peer] = {}
+        self._controls: dict[int, zmq.Socket[bytes]] = {}
+        self._meet(dict(enumerate(endpoints)))
         try:
             self._configure()
         except BaseException:
@@ -124,7 +139,7 @@ class RemoteChain:
     @property
     def facts(self) -> tuple[StageFacts, ...]:
         """Of each stage."""
-        return tuple(peer.endpoint.facts for peer in self._peers)
+        return tuple(peer.endpoint.facts for peer in self._in_order())
 
     @property
     def depth(self) -> int:
@@ -143,8 +158,11 @@ class RemoteChain:
                 p.pong.used_cells,
                 p.pong.refused,
             )
-            for p in list(self._peers)
+            for p in self._in_order()
         )
+
+    def _in_order(self) -> list[_Peer]:
+        return [peer for _, peer in sorted(self._peers.items())]
 
     # --------------------------------------------------------------------------------------- steps
 
@@ -169,6 +187,7 @@ class RemoteChain:
             width=width,
             draws=pack_draws(None if batch is None else batch.draws),
         )
+        assert self._first is not None
         self._first.send_multipart([msgspec.msgpack.encode(header), data])
         self._sent += 1
 
@@ -209,7 +228,7 @@ class RemoteChain:
             return  # a new epoch begins: there is nothing to drop
         try:
             if not self._closed.is_set():
-                self._tell(range(len(self._peers)), wire.Abort(self._epoch, self._sent - 1))
+                self._tell(self._peers, wire.Abort(self._epoch, self._sent - 1))
         finally:
             self._lock.release()
 
@@ -221,7 +240,7 @@ class RemoteChain:
 
     def _lost(self) -> dict[int, str]:
         lost = dict(self._deployment.lost())
-        for stage, peer in enumerate(self._peers):
+        for stage, peer in self._peers.items():
             silent = self._looked - peer.seen
             if stage not in lost and silent > self._frozen_after:
                 lost[stage] = f"it has not answered for {silent:.1f} s"
@@ -231,27 +250,53 @@ class RemoteChain:
         """Replace the stages that are lost, and begin a new epoch with all of them. Raises WorkerError."""
         lost = self._lost()
         if lost:
-            for stage, endpoint in self._deployment.replace(lost).items():
-                with self._lock:
-                    self._controls[stage].close(0)
-                    self._controls[stage] = self._control(endpoint)
-                    self._peers[stage] = _Peer(endpoint)
-                if stage == 0:
-                    self._first.close(0)
-                    self._first = self._push(endpoint)
+            self._meet(self._deployment.replace(lost))
         self._configure()
+
+    def rebalance(self) -> bool:
+        """Divide the layers anew among the machines that there are now; whether that changed anything.
+
+        If so, the stages that have moved are lost: restore() comes next. Nothing may be under way.
+
+        Raises CapacityError, WorkerError: nothing was changed.
+        """
+        if not self._deployment.replan():
+            return False
+        with self._lock:
+            for stage in self._deployment.lost():
+                self._forget(stage)
+            for stage in [s for s in self._peers if s >= self._deployment.n_stages]:
+                self._forget(stage)
+        return True
+
+    def _forget(self, stage: int) -> None:
+        if stage in self._peers:
+            del self._peers[stage]
+            self._controls.pop(stage).close(0)
+
+    def _meet(self, endpoints: Mapping[int, wire.Endpoint]) -> None:
+        """Take in stages that have started."""
+        with self._lock:
+            for stage, endpoint in endpoints.items():
+                self._forget(stage)
+                self._peers[stage] = _Peer(endpoint)
+                self._controls[stage] = self._control(endpoint)
+        if 0 in endpoints:
+            if self._first is not None:
+                self._first.close(0)
+            self._first = self._push(endpoints[0])
 
     def _configure(self) -> None:
         """Have every stage begin a new epoch. Raises StageLostError: one does not answer."""
         self._epoch += 1
         self._sent = self._received = 0
-        address = wire.address_of(self._results)
-        addresses = [p.endpoint.data for p in self._peers[1:]] + [address]
-        keys = [p.endpoint.key for p in self._peers[1:]] + [self._deployment.keys.public]
+        peers = self._in_order()
+        addresses = [p.endpoint.data for p in peers[1:]] + [wire.address_of(self._results)]
+        keys = [p.endpoint.key for p in peers[1:]] + [self._deployment.keys.public]
         with self._lock:
             for stage, (to, key) in enumerate(zip(addresses, keys, strict=True)):
                 self._tell([stage], wire.Configure(self._epoch, to, key))
-            waiting = set(range(len(self._peers)))
+            waiting = set(self._peers)
             deadline = time.monotonic() + self._frozen_after
             while waiting:
                 waiting -= {s for s, pong in self._hear(0.1) if pong.number == self._epoch}
@@ -280,7 +325,7 @@ class RemoteChain:
         socket.connect(endpoint.control)
         return socket
 
-    def _tell(self, stages: Sequence[int], command: wire.Command) -> None:
+    def _tell(self, stages: Iterable[int], command: wire.Command) -> None:
         for stage in stages:
             try:
                 self._controls[stage].send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
@@ -290,11 +335,11 @@ class RemoteChain:
     def _hear(self, seconds: float) -> list[tuple[int, wire.Pong]]:
         """Answers that come within some time; the caller holds the lock."""
         poller = zmq.Poller()
-        for socket in self._controls:
+        for socket in self._controls.values():
             poller.register(socket, zmq.POLLIN)
         ready = dict(poller.poll(int(seconds * 1000)))
         heard = []
-        for stage, socket in enumerate(self._controls):
+        for stage, socket in self._controls.items():
             if socket in ready:
                 pong = msgspec.msgpack.decode(socket.recv(), type=wire.Pong)
                 peer = self._peers[stage]
@@ -314,12 +359,12 @@ class RemoteChain:
                     return
                 now = time.monotonic()
                 if now - self._looked > 2:  # it was this process that stood still
-                    for peer in self._peers:
+                    for peer in self._peers.values():
                         peer.seen += now - self._looked
                 self._looked = now
                 if now >= next_ping:
                     number, next_ping = number + 1, now + _PING_EVERY
-                    for stage, peer in enumerate(self._peers):
+                    for stage, peer in self._peers.items():
                         peer.sent = {number: now}
                         self._tell([stage], wire.Ping(number))
                     self._hear(0.01)  # most answer at once, which tells how long the way is
@@ -330,7 +375,7 @@ class RemoteChain:
         if not self._closed.is_set():
             with self._lock:
                 self._closed.set()
-                self._tell(range(len(self._peers)), wire.Stop())
+                self._tell(self._peers, wire.Stop())
             self._watcher.join()
             self._shut()
 

@@ -134,6 +134,20 @@ class LocalStages:
         """Of the stages' processes, in order."""
         return [self._processes[i].pid for i in sorted(self._processes)]
 
+    @property
+    def n_stages(self) -> int:
+        """Of this deployment."""
+        return len(self.cuts) - 1
+
+    @property
+    def admitted(self) -> list[bytes]:
+        """Public keys of the stages."""
+        return [keys.public for keys in self._stage_keys]
+
+    def replan(self) -> bool:
+        """Nothing can be better elsewhere: there is no other machine."""
+        return False
+
     def _config(self, index: int) -> wire.StageConfig:
         return wire.StageConfig(
             index=index,
@@ -145,13 +159,13 @@ class LocalStages:
             context_params=self.context_params,
             host=self.host,
             keys=self._stage_keys[index],
-            admitted=[self.keys.public, *(k.public for k in self._stage_keys)],
+            admitted=[self.keys.public, *self.admitted],
             activations=self.activations,
         )
 
     def start(self) -> list[wire.Endpoint]:
         """Start a process for each stage. Raises what kept one from loading."""
-        started = self._start(range(len(self.cuts) - 1))
+        started = self._start(range(self.n_stages))
         return [started[i] for i in sorted(started)]
 
     def _start(self, stages: Sequence[int]) -> dict[int, wire.Endpoint]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -76,9 +75,9 @@ def open_cluster(
     """
     ray_processes.require_ray()
     ray_processes.use_token()
-    from . import ray_cluster
+    from . import ray_board, ray_cluster, ray_nodes
 
-    ray_cluster.connect(address)
+    ray_nodes.connect(address)
     deployment = ray_cluster.RayStages(
         path,
         model_params=dict(model_params or {}),
@@ -86,9 +85,7 @@ def open_cluster(
         activations=activations,
     )
     pipeline = _open(path, deployment)
-    threading.Thread(
-        target=ray_cluster.publish, args=(pipeline, deployment), name="board", daemon=True
-    ).start()
+    ray_board.Reporter(pipeline, deployment)
     return pipeline
 
 

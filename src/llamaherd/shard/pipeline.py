@@ -100,6 +100,13 @@ class _Ticket:
         self.error: LlamaherdError | None = None
 
 
+class _Rebalancing:
+    """A wish to divide the layers anew, and what came of it."""
+
+    done = moved = False
+    error: LlamaherdError | None = None
+
+
 class Pipeline:
     """An Engine over a chain of stages.
 
@@ -143,6 +150,7 @@ class Pipeline:
         )
         self._history = History()  # of what has come back
         self._recovering = False
+        self._rebalancing: _Rebalancing | None = None
         self._under_way: collections.deque[tuple[Work, _Ticket]] = collections.deque()
         self.stage_seconds = np.zeros(len(facts))
 
@@ -167,6 +175,7 @@ class Pipeline:
         """Begin a batch. Raises as decode() does where nothing runs."""
         with self._lock:
             self.memory._check_open()
+            self._rebalance_if_asked()
             appended = check_batch(
                 batch, self.memory, n_ctx=self.n_ctx, n_vocab=self._n_vocab, n_embd=self.n_embd
             )
@@ -228,6 +237,54 @@ class Pipeline:
             self.computed_tokens += len(work.batch)
             self.stage_seconds += done.seconds
             ticket.rows.append(done.rows)
+
+    # --------------------------------------------------------------------------------- rebalancing
+
+    def rebalance(self) -> bool:
+        """Divide the layers anew among the machines that there are now; whether that changed anything.
+
+        From any thread. Requests wait meanwhile: stages that move are loaded where they go, and the caches
+        are computed again.
+
+        Raises:
+            ClosedError: after close().
+            CapacityError: the machines have not enough room for the whole; nothing was changed.
+            WorkerError: a stage could not be started; the next batch tries again.
+        """
+        asked = self._rebalancing = _Rebalancing()
+        with self._lock:  # whoever computes without a pause takes it up in submit()
+            if not asked.done:
+                self._rebalance_if_asked()
+        if asked.error is not None:
+            raise asked.error
+        return asked.moved
+
+    def _rebalance_if_asked(self) -> None:
+        asked, self._rebalancing = self._rebalancing, None
+        if asked is None:
+            return
+        try:
+            asked.moved = self._rebalance()
+        except LlamaherdError as error:
+            asked.error = error
+        finally:
+            asked.done = True
+
+    def _rebalance(self) -> bool:
+        self.memory._check_open()
+        while self._under_way:
+            self._receive()
+        if not self.chain.rebalance():
+            return False
+        recoveries = self.recoveries
+        error = StageLostError(-1, "the layers were divided anew")
+        self._recover(error)
+        if self.recoveries == recoveries:
+            raise error
+        facts = self.facts = self.chain.facts
+        _check_fit(facts, self._n_vocab)
+        self.stage_seconds = np.zeros(len(facts))
+        return True
 
     # ----------------------------------------------------------------------------------- recovery
 

@@ -57,6 +57,11 @@ class Share:
         """Bytes in all."""
         return self.weights + self.kv_cache + self.compute
 
+    @property
+    def reserved(self) -> int:
+        """The same in whole MiB, as machines give memory."""
+        return -(-self.total // 2**20) * 2**20
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -1,7 +1,7 @@
-"""Stages on the machines of a Ray cluster. The only module that imports ray.
+"""Stages on the machines of a Ray cluster.
 
 Ray places the stages, tells of lost machines and carries slices; hidden states travel over the sockets of
-`link`. A machine takes part with a resource, "llamaherd_mib": the MiB that it gives.
+`link`.
 """
 
 from __future__ import annotations
@@ -23,97 +23,31 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import files
-from ..errors import CapacityError, LlamaherdError, WorkerError, WorkerStartError
+from ..errors import CapacityError, LlamaherdError, WorkerStartError
 from ..wire_errors import pack_error, unpack_error
 from . import wire
 from .costs import costs_of_file
-from .link import RemoteChain
-from .pipeline import Pipeline
-from .plan import Node, Plan, plan
+from .plan import Plan, plan
 from .process import Started
-from .ray_processes import PORT, RESOURCE
+from .ray_nodes import nodes_of
+from .ray_processes import RESOURCE
 from .server import StageServer
 from .slices import SliceStore, content_hash
 from .stage import Stage
 
-__all__ = ["NAMESPACE", "ClusterNode", "RayStages", "connect", "nodes_of", "read_board"]
+__all__ = ["RayStages"]
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "llamaherd"
 _MIB = 1 << 20
 _PIECE = 16 << 20
 _PLACE = 60.0  # seconds that an actor may take to be placed and to import
 _REPLACE = 15.0  # seconds that replacing a stage is tried for
-_POST_EVERY = 2.0  # seconds
 _LOAD = 600.0  # seconds that a stage may take to load
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterNode:
-    """A machine of the cluster.
-
-    Attributes:
-        id: Ray's.
-        name: host name.
-        address: its IP address.
-        memory, free: bytes that it gives; of them those that no stage has.
-    """
-
-    id: str
-    name: str
-    address: str
-    memory: int
-    free: int
 
 
 class _PlacingError(WorkerStartError):
     """A machine was lost while a stage started on it."""
-
-
-def connect(address: str) -> None:
-    """Join a cluster as a client of it; ``ray_processes.use_token`` comes before this module is imported.
-
-    Raises WorkerError: there is none, or it does not let us in.
-    """
-    if ray.is_initialized():
-        return
-    try:
-        ray.init(
-            address=address if ":" in address else f"{address}:{PORT}",
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            configure_logging=False,
-        )
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise WorkerError(
-            f"no cluster lets us in at {address}: {str(error).splitlines()[0]}; is `llamaherd cluster start` "
-            "running there, and LLAMAHERD_CLUSTER_TOKEN the one that it printed?",
-            str(error),
-        ) from error
-
-
-def nodes_of() -> list[ClusterNode]:
-    """The machines that give memory, the first one first."""
-    free = _free_by_node()
-    found = []
-    for node in ray.nodes():
-        memory = int(node.get("Resources", {}).get(RESOURCE, 0)) * _MIB
-        if node["Alive"] and memory:
-            found.append(
-                ClusterNode(
-                    node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"], memory,
-                    min(memory, free.get(node["NodeID"], 0)),
-                )
-            )  # fmt: skip
-    return sorted(found, key=lambda n: (n.address, n.id))
-
-
-def _free_by_node() -> dict[str, int]:
-    from ray._private.state import available_resources_per_node
-
-    return {i: int(r.get(RESOURCE, 0)) * _MIB for i, r in available_resources_per_node().items()}
 
 
 class _StageActor:
@@ -216,22 +150,41 @@ class RayStages:
         self.host = str(ray.util.get_node_ip_address())
         self._store = SliceStore()
         with files.open(self.path) as model:
-            costs = costs_of_file(model)
-        self._nodes = nodes_of()
-        if not self._nodes:
+            self._costs = costs_of_file(model)
+        self._actors: dict[int, Any] = {}
+        self._ends: dict[int, Any] = {}
+        self.plan = self._plan()
+        self._places = {i: share.node.name for i, share in enumerate(self.plan.shares)}
+        # as many as there can be stages under any plan, since each is told whom it may let in
+        self._stage_keys = [wire.Keys.make() for _ in self._costs.layers]
+        self._identity = self._store.identity(self.path)
+
+    def _plan(self, own: Mapping[str, int] | None = None) -> Plan:
+        """Over the machines that there are; ``own`` bytes of each are ours already. Raises CapacityError."""
+        nodes = nodes_of(latency=True)
+        if not nodes:
             raise CapacityError("no machine of the cluster gives memory; join some with --memory", 0)
-        self.plan = plan(
-            costs,
-            [Node(n.id, n.free) for n in self._nodes],
+        return plan(
+            self._costs,
+            [n.as_planned((own or {}).get(n.id, 0)) for n in nodes],
             n_ctx=int(self.context_params.get("n_ctx", 4096)),
             n_ubatch=int(self.context_params.get("n_ubatch", 512)),
         )
-        self.cuts = self.plan.cuts
-        self._stage_keys = [wire.Keys.make() for _ in self.plan.shares]
-        self._identity = self._store.identity(self.path)
-        self._actors: dict[int, Any] = {}
-        self._ends: dict[int, Any] = {}
-        self._places: dict[int, str] = {i: share.node.name for i, share in enumerate(self.plan.shares)}
+
+    @property
+    def cuts(self) -> list[int]:
+        """Of the present plan."""
+        return self.plan.cuts
+
+    @property
+    def n_stages(self) -> int:
+        """Of the present plan."""
+        return len(self.plan.shares)
+
+    @property
+    def admitted(self) -> list[bytes]:
+        """Public keys of all stages that there may be."""
+        return [keys.public for keys in self._stage_keys]
 
     @property
     def places(self) -> list[str]:
@@ -257,7 +210,7 @@ class RayStages:
                 index=index, path=str(self.path), start=share.start, end=share.end, slices=self.slices,
                 model_params=self.model_params, context_params=self.context_params, host=host,
                 keys=self._stage_keys[index],
-                admitted=[self.keys.public, *(k.public for k in self._stage_keys)],
+                admitted=[self.keys.public, *self.admitted],
                 activations=self.activations,
             )  # fmt: skip
             where = (self._identity, share.start, share.end)
@@ -272,7 +225,7 @@ class RayStages:
         return endpoints
 
     def _actor(self, index: int, node: str) -> Any:
-        need = -(-self.plan.shares[index].total // _MIB)
+        need = self.plan.shares[index].reserved // _MIB
         options: dict[str, Any] = {
             "num_cpus": 0,
             "resources": {RESOURCE: need},
@@ -315,13 +268,47 @@ class RayStages:
         raise WorkerStartError(f"stage {index}'s slice arrived damaged, twice")
 
     def lost(self) -> dict[int, str]:
-        """Stages whose process or machine has gone."""
+        """Stages whose process or machine has gone, or that were not started yet."""
         gone = {}
-        for index, end in list(self._ends.items()):
-            ready, _ = ray.wait([end], timeout=0)
-            if ready:
+        for index in range(self.n_stages):
+            end = self._ends.get(index)
+            if end is None:
+                gone[index] = "it is not placed yet"
+            elif ray.wait([end], timeout=0)[0]:
                 gone[index] = "its process or machine has gone"
         return gone
+
+    def replan(self) -> bool:
+        """Plan anew, and end the stages that move or change. Raises CapacityError: all is as it was."""
+        own: dict[str, int] = {}
+        for index in self._actors:
+            place = self._places[index]
+            own[place] = own.get(place, 0) + self.plan.shares[index].reserved
+        found = self._plan(own)
+        before = [(s.start, s.end, self._places[i]) for i, s in enumerate(self.plan.shares)]
+        after = [(s.start, s.end, s.node.name) for s in found.shares]
+        if before == after:
+            return False
+        for index, stage in enumerate(before):
+            if after[index : index + 1] != [stage]:
+                self._end(index)
+        self.plan = found
+        self._places = {i: share.node.name for i, share in enumerate(found.shares)}
+        self._await_room()
+        return True
+
+    def _await_room(self) -> None:
+        """Until the machines have back what the stages that were ended held: Ray takes a moment."""
+        needs: dict[str, int] = {}
+        for index in self.lost():
+            place = self._places[index]
+            needs[place] = needs.get(place, 0) + self.plan.shares[index].reserved
+        deadline = time.monotonic() + _REPLACE
+        while time.monotonic() < deadline:
+            free = {node.id: node.free for node in nodes_of()}
+            if all(free.get(place, 0) >= need for place, need in needs.items()):
+                return
+            time.sleep(0.1)
 
     def replace(self, stages: Mapping[int, str]) -> dict[int, wire.Endpoint]:
         """End these and place others, on machines that have room."""
@@ -367,66 +354,6 @@ class RayStages:
         """End all stages."""
         for index in list(self._actors):
             self._end(index)
-
-
-class _Board:
-    """What the pipelines of a cluster say of themselves, for whoever asks."""
-
-    def __init__(self) -> None:
-        self._posts: dict[str, tuple[float, dict[str, Any]]] = {}
-
-    def post(self, name: str, news: dict[str, Any]) -> None:
-        """Say it; it is forgotten after some time."""
-        self._posts[name] = (time.monotonic(), news)
-
-    def read(self) -> list[dict[str, Any]]:
-        """What was said lately."""
-        now = time.monotonic()
-        self._posts = {n: p for n, p in self._posts.items() if now - p[0] < 3 * _POST_EVERY}
-        return [news for _, news in self._posts.values()]
-
-
-def _board() -> Any:
-    options: dict[str, Any] = {
-        "name": "board", "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0,
-    }  # fmt: skip
-    return ray.remote(_Board).options(**options).remote()
-
-
-def read_board() -> list[dict[str, Any]]:
-    """A look at every pipeline of the cluster, as `publish` has posted it."""
-    found: list[dict[str, Any]] = ray.get(_board().read.remote(), timeout=20)
-    return found
-
-
-def publish(pipeline: Pipeline, deployment: RayStages) -> None:
-    """Post what a pipeline does to the cluster's board, again and again; in a thread of its own."""
-    chain = pipeline.chain
-    assert isinstance(chain, RemoteChain)
-    name = f"{os.getpid()}-{id(pipeline)}"
-    tokens, then = pipeline.computed_tokens, time.monotonic()
-    while not pipeline.memory.closed:
-        time.sleep(_POST_EVERY)
-        now, count = time.monotonic(), pipeline.computed_tokens
-        news = {
-            "model": Path(deployment.path).name,
-            "tokens_per_second": (count - tokens) / (now - then),
-            "recoveries": pipeline.recoveries,
-            "stages": [
-                {
-                    "node": deployment.places[i],
-                    "layers": [s.facts.start, s.facts.end],
-                    "weights": s.facts.size,
-                    "latency": s.latency,
-                    "used_cells": s.used_cells,
-                    "n_cells": s.facts.n_cells,
-                }
-                for i, s in enumerate(chain.status())
-            ],
-        }
-        tokens, then = count, now
-        with contextlib.suppress(ray.exceptions.RayError):
-            _board().post.remote(name, news)
 
 
 def _pieces(path: Path, offset: int) -> Iterator[bytes]:

@@ -17,6 +17,7 @@ from ..errors import UnsupportedError, WorkerStartError
 __all__ = [
     "PORT",
     "RESOURCE",
+    "SPEED",
     "environment",
     "join",
     "read_token",
@@ -29,6 +30,8 @@ __all__ = [
 PORT = 6379
 RESOURCE = "llamaherd_mib"
 """The resource that says how many MiB a machine gives."""
+SPEED = "llamaherd_mb_per_second"
+"""The one that says how fast it reads weights while it decodes, where that was measured."""
 
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -83,32 +86,41 @@ def use_token() -> None:
     os.environ.update(environment(read_token()))
 
 
-def start(memory: int, *, host: str | None = None, port: int = PORT) -> str:
-    """Begin a cluster on this machine, which gives ``memory`` bytes; its token. Raises WorkerStartError."""
+def start(memory: int, *, speed: float | None = None, host: str | None = None, port: int = PORT) -> str:
+    """Begin a cluster on this machine; its token.
+
+    Args:
+        memory: bytes that the machine gives.
+        speed: bytes of weights that it reads in a second, if that was measured.
+        host, port: where the others find it.
+
+    Raises WorkerStartError.
+    """
     require_ray()
     token = os.environ.get("LLAMAHERD_CLUSTER_TOKEN") or secrets.token_hex(32)
     arguments = ["--head", f"--port={port}", "--include-dashboard=false"]
     if host is not None:
         arguments.append(f"--node-ip-address={host}")
-    _ray_start(arguments, memory, token)
+    _ray_start(arguments, memory, speed, token)
     _keep_token(token)
     return token
 
 
-def join(address: str, memory: int, *, host: str | None = None) -> None:
-    """Add this machine to a cluster. Raises WorkerStartError: it does not let us in."""
+def join(address: str, memory: int, *, speed: float | None = None, host: str | None = None) -> None:
+    """Add this machine to a cluster; see start(). Raises WorkerStartError: it does not let us in."""
     require_ray()
     arguments = [f"--address={address if ':' in address else f'{address}:{PORT}'}"]
     if host is not None:
         arguments.append(f"--node-ip-address={host}")
     token = read_token()
-    _ray_start(arguments, memory, token)
+    _ray_start(arguments, memory, speed, token)
     if token:
         _keep_token(token)
 
 
-def _ray_start(arguments: Sequence[str], memory: int, token: str) -> None:
-    resources = json.dumps({RESOURCE: memory >> 20} if memory >> 20 else {})
+def _ray_start(arguments: Sequence[str], memory: int, speed: float | None, token: str) -> None:
+    given = {RESOURCE: memory >> 20, SPEED: int((speed or 0) / 1e6)}
+    resources = json.dumps({name: amount for name, amount in given.items() if amount})
     command = [
         "start", *arguments, f"--resources={resources}", f"--object-store-memory={_OBJECT_STORE}",
         "--disable-usage-stats", "--include-log-monitor=false",

@@ -117,6 +117,12 @@ class Chain(Protocol):
         Raises WorkerError if that cannot be done.
         """
 
+    def rebalance(self) -> bool:
+        """Divide the layers anew where that is possible; whether anything changed, and restore() comes next.
+
+        Raises CapacityError, WorkerError: nothing was changed.
+        """
+
     def abort(self) -> None:
         """Have the steps under way end with DecodeAbortedError, as soon as may be; from any thread."""
 
