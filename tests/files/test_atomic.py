@@ -88,3 +88,10 @@ def test_a_failing_write_is_a_file_error(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(FileError, match="No space left"), replacing(tmp_path / "x") as file:
         file.write(b"data")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_a_name_that_no_file_can_have(tmp_path: Path, name: str) -> None:
+    with pytest.raises(FileError, match="no file can have that name"), replacing(tmp_path / name):
+        pass
+    assert not list(tmp_path.iterdir())

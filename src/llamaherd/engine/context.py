@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import SamplingConfig, _integers
+from ..config import SamplingConfig
 from ..errors import (
     ClosedError,
     ContextError,
@@ -20,15 +20,12 @@ from ..errors import (
     DecodeError,
     InvalidParameterError,
     OutOfCellsError,
-    PromptTooLongError,
     RequestError,
-    TokenError,
     UnsupportedError,
 )
 from ..native import context as native
 from ..native.handles import Handle
 from ..native.library import forget_log, recent_log
-from ..native.params import cache_type
 from . import state
 from .batches import check_batch
 from .memory import Memory
@@ -37,6 +34,7 @@ from .outputs import Outputs, Part, join, target_rows
 from .protocol import Batch, FloatArray, TokenSampler
 from .sampling import make_sampler
 from .settings import check_settings, default_settings
+from .texts import as_batch, check_texts, take_group
 from .ubatches import ubatches
 from .vocabulary import Vocabulary
 
@@ -333,22 +331,13 @@ class Context:
             self._check_open()
             if self.model.has_encoder and self.model.has_decoder:
                 raise UnsupportedError("encoder-decoder models give no embeddings here; take an encoder")
-            if not isinstance(texts, (Sequence, np.ndarray)):
-                raise InvalidParameterError("texts", texts, "a sequence of token lists")
-            texts = [_integers("texts", tokens) for tokens in texts]
-            for tokens in texts:
-                if not tokens:
-                    raise RequestError("an empty text has no embedding; give at least one token")
-                for i, token in enumerate(tokens):
-                    if not 0 <= token < self.vocabulary.n_tokens:
-                        raise TokenError(token, self.vocabulary.n_tokens, i)
-                if len(tokens) > min(self.n_ubatch, self.n_batch):
-                    raise PromptTooLongError(len(tokens), min(self.n_ubatch, self.n_batch) + 1)
+            room = min(self.n_ubatch, self.n_batch)
+            texts = check_texts(texts, n_vocab=self.vocabulary.n_tokens, longest=room)
             width = self.model.n_embd_out if self._pools else self.model.n_embd
             result = np.empty((len(texts), width), np.float32)
             done = 0
             while done < len(texts):
-                group = self._embedding_group(texts, done)
+                group = take_group(texts, done, room=room, sequences=self.memory.free_sequences)
                 self._embed_group(group, result[done : done + len(group)])
                 done += len(group)
             if normalize:
@@ -360,25 +349,10 @@ class Context:
     def _pools(self) -> bool:
         return self._facts["pooling_type"] > 0
 
-    def _embedding_group(self, texts: Sequence[Sequence[int]], start: int) -> Sequence[Sequence[int]]:
-        room = min(self.n_ubatch, self.n_batch)
-        end = start
-        while end < len(texts) and end - start < max(1, self.memory.free_sequences):
-            room -= len(texts[end])
-            if room < 0:
-                break
-            end += 1
-        return texts[start:end]
-
     def _embed_group(self, group: Sequence[Sequence[int]], rows: FloatArray) -> None:
         ids = [self.memory.allocate() for _ in group]
         try:
-            batch = Batch(
-                tokens=np.concatenate([np.asarray(t, np.int32) for t in group]),
-                positions=np.concatenate([np.arange(len(t), dtype=np.int32) for t in group]),
-                sequences=np.repeat(np.asarray(ids, np.int32), [len(t) for t in group]),
-                outputs=np.ones(sum(len(t) for t in group), np.bool_),
-            )
+            batch = as_batch(group, ids)
             if not self._pools:
                 hidden = self._run(batch, logits=False, hidden=True).hidden
                 assert hidden is not None
@@ -513,24 +487,7 @@ class Context:
         return self.restore_sequence(state.read(path))
 
     def _fingerprint(self) -> dict[str, Any]:
-        model = self.model
-        return {
-            "architecture": model.architecture,
-            "description": model.description,
-            "n_params": model.n_params,
-            "size": model.size,
-            "n_vocab": self.vocabulary.n_tokens,
-            "type_k": cache_type(self.params.get("type_k", "f16"), "type_k"),
-            "type_v": cache_type(self.params.get("type_v", "f16"), "type_v"),
-            "swa_full": bool(self.params.get("swa_full", True)),
-            "rope": {k: v for k, v in self.params.items() if k.startswith(("rope_", "yarn_"))},
-            "flash_attn_type": str(self.params.get("flash_attn_type", "auto")),
-            "loras": [
-                (lora.path, scale)
-                for lora, scale in zip(model.loras, self._lora_scales, strict=False)
-                if scale
-            ],
-        }
+        return state.fingerprint_of(self.model, self.params, self._lora_scales)
 
     # ----------------------------------------------------------------------------- lifetime
 

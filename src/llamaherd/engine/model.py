@@ -120,6 +120,9 @@ class Model:
                 failure, stopped = error, True
             return not stopped
 
+        for lora in loras:
+            if not isinstance(lora, LoraConfig):
+                raise InvalidParameterError("loras", lora, "LoraConfig(path, scale) each")
         if load_mode is not None and load_mode not in LOAD_MODES:
             params["load_mode"] = load_mode
         notify = on_progress if progress is not None else None

@@ -14,8 +14,10 @@ from typing import Any
 from ..config import _integers
 from ..errors import StateMismatchError
 from ..files.atomic import replacing
+from ..native.params import cache_type
+from .model import Model
 
-__all__ = ["SavedSequence", "pack", "read", "saved_tokens", "unpack", "write"]
+__all__ = ["SavedSequence", "fingerprint_of", "pack", "read", "saved_tokens", "unpack", "write"]
 
 _MAGIC = b"LHSEQ1\r\n"
 _HEAD = struct.Struct("<8sIQI")  # magic, header bytes, payload bytes, CRC-32 of header and payload
@@ -29,6 +31,24 @@ class SavedSequence:
     payload: bytes
     length: int
     tokens: tuple[int, ...]
+
+
+def fingerprint_of(model: Model, params: Mapping[str, Any], lora_scales: Sequence[float]) -> dict[str, Any]:
+    """What a state depends on: it fits no other model and no other settings."""
+    loras = zip(model.loras, lora_scales, strict=False)
+    return {
+        "architecture": model.architecture,
+        "description": model.description,
+        "n_params": model.n_params,
+        "size": model.size,
+        "n_vocab": model.vocabulary.n_tokens,
+        "type_k": cache_type(params.get("type_k", "f16"), "type_k"),
+        "type_v": cache_type(params.get("type_v", "f16"), "type_v"),
+        "swa_full": bool(params.get("swa_full", True)),
+        "rope": {k: v for k, v in params.items() if k.startswith(("rope_", "yarn_"))},
+        "flash_attn_type": str(params.get("flash_attn_type", "auto")),
+        "loras": [(lora.path, scale) for lora, scale in loras if scale],
+    }
 
 
 def pack(payload: bytes, fingerprint: Mapping[str, Any], length: int, tokens: Sequence[int]) -> bytes:

@@ -36,6 +36,8 @@ def replacing(path: str | os.PathLike[str], size: int = 0, *, sync: bool = True)
     Raises FileError where the folder is missing, full or not writable.
     """
     target = Path(path)
+    if "\0" in str(target) or not _encodable(target):
+        raise FileError(path, "no file can have that name: it holds a NUL or a lone surrogate")
     require_space(target, size)
     if target.is_dir():
         raise FileError(path, "is a folder; name a file to write")
@@ -61,6 +63,14 @@ def replacing(path: str | os.PathLike[str], size: int = 0, *, sync: bool = True)
         raise
     if sync:
         _sync_folder(target.absolute().parent)
+
+
+def _encodable(path: Path) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _sync_folder(folder: Path) -> None:
