@@ -34,7 +34,8 @@ struct Layout {
     static constexpr int m = d + 2 * columns;
     static constexpr int bytes = m + (F::float_min || F::int_min ? 2 * columns : 0);
 
-    static constexpr bool fused_sign = F::is_signed && V::fused;  // signed weights become unsigned ones + 128
+    // signed weights become unsigned ones + 128 where the product takes those
+    static constexpr bool fused_sign = F::is_signed && V::fused && !V::signed_bytes;
     static constexpr bool biased = fused_sign || (!F::is_signed && F::zero != 0);
     static constexpr int bias = fused_sign ? 128 : F::zero;
     // groups of four values that may be summed in 16 bits, within a sub-block
