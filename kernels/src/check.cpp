@@ -81,12 +81,12 @@ public:
             if (c_.bound[i] > 0) worst = std::max(worst, error / c_.bound[i]);
         }
         for (int m = 1; m <= c_.M; ++m)
-            for (const int start : {0, (c_.M - m) / 2, c_.M - m})
+            for (const int start : {(c_.M - m) / 2, c_.M - m})
                 if (!same(multiply(rows(start, m), m, 1 + m % 3), whole, start))
                     return std::to_string(m) + " rows differ from the same among " + std::to_string(c_.M);
         for (int repeat = 0; repeat < repeats; ++repeat)
-            for (int threads = 1; threads <= 8; ++threads)
-                for (const int m : {1, 2, 7, c_.M}) {
+            for (int threads = 1; threads <= (repeats > 1 ? 8 : 3); ++threads)
+                for (const int m : {1, 7, c_.M}) {
                     if (m > c_.M) continue;
                     if (!same(dense(m, threads), whole, 0))
                         return "MUL_MAT of " + std::to_string(m) + " rows on " + std::to_string(threads) + " threads differs";
