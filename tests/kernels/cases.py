@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
 from tests.kernels.test_products import BLOCK, PLAIN, activations, quantised, random_weights, rounded
 
 SHAPES = ((1, 19, 33), (3, 83, 33), (5, 37, 13), (2, 16, 3))
@@ -48,7 +47,9 @@ def write(path: Path, types: list[str] | None = None) -> int:
                     count += 1
             if name not in PLAIN:
                 rows, exact = random_weights(ggml, name, 25, BLOCK[name])
-                add(name, 25, rows.tobytes(), exact, activations("normal", 5, BLOCK[name]), 1e-3, largest=True)
+                add(
+                    name, 25, rows.tobytes(), exact, activations("normal", 5, BLOCK[name]), 1e-3, largest=True
+                )
                 count += 1
     return count
 
