@@ -2,6 +2,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #include <cstdlib>
@@ -26,6 +28,9 @@ const Level * const all[] = {
 #endif
 #ifdef LLAMAHERD_LEVEL_AVX2
     &level_avx2,
+#endif
+#ifdef LLAMAHERD_LEVEL_DOTPROD
+    &level_dotprod,
 #endif
     &level_emulated16, &level_emulated8,
 };
@@ -71,6 +76,9 @@ int llamaherd_kernels_runs(const char * name) {
         return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512vnni");
+#elif defined(__aarch64__) && defined(__linux__)
+    constexpr unsigned long asimddp = 1ul << 20;  // HWCAP_ASIMDDP; headers learnt the name late
+    if (!std::strcmp(name, "dotprod")) return (getauxval(AT_HWCAP) & asimddp) != 0;
 #endif
     return !std::strncmp(name, "emulated", 8);
 }

@@ -39,5 +39,6 @@ extern const Level level_emulated16;  // what AVX512-VNNI does, in plain C++
 extern const Level level_avx2;
 extern const Level level_avxvnni;
 extern const Level level_avx512vnni;
+extern const Level level_dotprod;  // arm64
 
 }  // namespace llamaherd

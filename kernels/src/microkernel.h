@@ -14,6 +14,7 @@ namespace llamaherd {
 namespace {
 
 constexpr int panels = 2;
+constexpr int ahead = 8192;  // bytes from what is read to what is prefetched; more than the longest block (6.7 KB)
 constexpr int64_t row_block_bytes = 128 * 1024;  // activations that stay in the L2 cache while strips pass by
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -34,7 +35,8 @@ struct Layout {
     static constexpr int m = d + 2 * columns;
     static constexpr int bytes = m + (F::float_min || F::int_min ? 2 * columns : 0);
 
-    static constexpr bool fused_sign = F::is_signed && V::fused;  // signed weights become unsigned ones + 128
+    // signed weights become unsigned ones + 128 where the product takes those
+    static constexpr bool fused_sign = F::is_signed && V::fused && !V::signed_bytes;
     static constexpr bool biased = fused_sign || (!F::is_signed && F::zero != 0);
     static constexpr int bias = fused_sign ? 128 : F::zero;
     // groups of four values that may be summed in 16 bits, within a sub-block
@@ -204,6 +206,13 @@ struct Quantised {
             for (int u = 0; u < L::units; ++u) {
                 const uint8_t * unit = strip + u * L::unit_bytes;
                 const int64_t k = b * F::block + u * 32;
+                if (F::int_scale) {
+                    // the scales at a long block's end are read between its values: the CPU's own prefetchers lose such
+                    // a stream. Past the end of the weights nothing is read
+                    constexpr int share = L::bytes / L::units;
+#pragma GCC unroll 64
+                    for (int i = 0; i < share; i += 64) __builtin_prefetch(strip + u * share + i + ahead);
+                }
                 Int part[panels][M];
 #pragma GCC unroll 8
                 for (int g = 0; g < 8; ++g) {

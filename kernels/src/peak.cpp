@@ -67,6 +67,41 @@ void llamaherd_kernels_read(const void * data, int64_t bytes) {
     if (llamaherd_kernels_runs("avx2")) read_avx2(static_cast<const char *>(data), static_cast<size_t>(bytes));
 }
 
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+
+namespace {
+
+constexpr int chains = 16;  // independent sums, more than the latency of an instruction needs
+
+__attribute__((target("arch=armv8.2-a+dotprod"))) int64_t bytes_dotprod(int64_t rounds) {
+    int32x4_t sum[chains];
+    const int8x16_t a = vdupq_n_s8(1), b = vdupq_n_s8(2);
+    for (int32x4_t & s : sum) s = vdupq_n_s32(0);
+    for (int64_t i = 0; i < rounds; ++i)
+        for (int32x4_t & s : sum) s = vdotq_s32(s, a, b);
+    for (int32x4_t & s : sum) asm volatile("" : "+w"(s));
+    return rounds * chains * 32;
+}
+
+}  // namespace
+
+int64_t llamaherd_kernels_peak(const char * level, int64_t rounds) {
+    return !std::strcmp(level, "dotprod") && llamaherd_kernels_runs(level) ? bytes_dotprod(rounds) : 0;
+}
+
+void llamaherd_kernels_read(const void * data, int64_t bytes) {
+    const uint8_t * p = static_cast<const uint8_t *>(data);
+    uint8x16_t a = vdupq_n_u8(0), b = a, c = a, d = a;
+    for (int64_t i = 0; i + 64 <= bytes; i += 64) {
+        a = vorrq_u8(a, vld1q_u8(p + i));
+        b = vorrq_u8(b, vld1q_u8(p + i + 16));
+        c = vorrq_u8(c, vld1q_u8(p + i + 32));
+        d = vorrq_u8(d, vld1q_u8(p + i + 48));
+    }
+    asm volatile("" ::"w"(vorrq_u8(vorrq_u8(a, b), vorrq_u8(c, d))));
+}
+
 #else
 
 int64_t llamaherd_kernels_peak(const char *, int64_t) { return 0; }

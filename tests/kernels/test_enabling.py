@@ -201,6 +201,8 @@ LOGITS = """
 def test_a_model_gives_bitwise_the_same_in_any_chunks_and_threads(cache, tmp_path, kind):
     if not works(cache):
         pytest.skip("no level passes its self-test here")
+    if kind == "bf16" and "BF16" not in run(STATUS, cache, LLAMAHERD_KERNELS="on")["types"]:
+        pytest.skip("stock computes 16-bit weights on this level")
     path = model_of(tmp_path, kind)
     then = """
         same = [bool(np.array_equal(prefill(chunks, threads), whole))

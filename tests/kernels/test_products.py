@@ -27,6 +27,19 @@ def quantised(ggml, name, values):
     return data, dequantize(rows, GGMLQuantizationType(TYPES[name])).reshape(values.shape).astype(np.float64)
 
 
+def random_weights(ggml, name, n, k):
+    """Random bytes as weights of a quantised type, and what they mean in float64."""
+    rows = np.random.default_rng(5).integers(0, 256, (n, ggml.ggml_row_size(TYPES[name], k)), np.uint8)
+    finite = {"Q6_K": [209], "Q3_K": [109], "Q2_K": [81, 83], "MXFP4": []}.get(
+        name, [1, 3] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [1]
+    )
+    for byte in finite:
+        rows[:, byte] &= 0x3B  # a 16-bit float's sign and exponent
+    if name == "MXFP4":
+        rows[:, 0] = rows[:, 0] % 40 + 100
+    return rows, dequantize(rows, GGMLQuantizationType(TYPES[name])).astype(np.float64)
+
+
 def multiply(level, name, n, data, x, threads=1):
     m, k = x.shape
     size = load().llamaherd_kernels_packed_bytes(level.encode(), TYPES[name], k, n)
@@ -88,19 +101,10 @@ def test_products_are_those_of_float64(ggml, level, name):
 @pytest.mark.parametrize("name", TYPES)
 def test_all_bits_of_the_weights_are_used(ggml, level, name):
     """Random bytes as weights: every code, scale and minimum, also those that no quantiser writes."""
-    k, n = BLOCK[name], 19
-    random = np.random.default_rng(5)
-    rows = random.integers(0, 256, (n, ggml.ggml_row_size(TYPES[name], k)), np.uint8)
     if name in PLAIN:
         pytest.skip("any 16 bits may be an infinity")
-    finite = {"Q6_K": [209], "Q3_K": [109], "Q2_K": [81, 83], "MXFP4": []}.get(
-        name, [1, 3] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [1]
-    )
-    for byte in finite:
-        rows[:, byte] &= 0x3B  # a 16-bit float's sign and exponent
-    if name == "MXFP4":
-        rows[:, 0] = rows[:, 0] % 40 + 100
-    exact = dequantize(rows, GGMLQuantizationType(TYPES[name])).astype(np.float64)
+    k, n = BLOCK[name], 19
+    rows, exact = random_weights(ggml, name, n, k)
     for kind in ("normal", "largest", "all one"):
         x = activations(kind, 5, k)
         expected, scale = rounded(name, x) @ exact.T, np.abs(rounded(name, x)) @ np.abs(exact).T

@@ -11,6 +11,7 @@ struct Avx512Vnni {
     static constexpr int lanes = 16;
     static constexpr int max_rows = 6;
     static constexpr bool fused = true;
+    static constexpr bool signed_bytes = false;
 
     static Int load(const void * p) { return _mm512_loadu_si512(p); }
     static Int zero() { return _mm512_setzero_si512(); }

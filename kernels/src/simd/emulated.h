@@ -21,6 +21,7 @@ struct Emulated {
     static constexpr int lanes = Lanes;
     static constexpr int max_rows = 2;
     static constexpr bool fused = Fused;
+    static constexpr bool signed_bytes = false;
 
     template <class T>
     static T get(const Int & a, int i) {

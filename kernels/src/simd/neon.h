@@ -1,0 +1,135 @@
+// Vectors of eight 32-bit lanes, two registers each: NEON with the dot product of signed bytes (FEAT_DotProd).
+#pragma once
+#include <arm_neon.h>
+
+#include <cstdint>
+
+namespace llamaherd {
+namespace {
+
+struct Neon {
+    struct Int {
+        int32x4_t v[2];
+    };
+    struct Float {
+        float32x4_t v[2];
+    };
+    static constexpr int lanes = 8;
+    static constexpr int max_rows = 4;
+    static constexpr bool fused = true;
+    static constexpr bool signed_bytes = true;  // unsigned weights are below 128
+
+    static const uint8_t * at(const void * p) { return static_cast<const uint8_t *>(p); }
+    static uint8x16_t b(int32x4_t a) { return vreinterpretq_u8_s32(a); }
+    static int32x4_t i(uint8x16_t a) { return vreinterpretq_s32_u8(a); }
+
+    static Int load(const void * p) { return {{i(vld1q_u8(at(p))), i(vld1q_u8(at(p) + 16))}}; }
+    static Int zero() { return set1(0); }
+    static Int set1(int32_t v) { return {{vdupq_n_s32(v), vdupq_n_s32(v)}}; }
+    static Int broadcast(const void * p) {  // p: aligned to four bytes
+        const int32x4_t v = vld1q_dup_s32(static_cast<const int32_t *>(p));
+        return {{v, v}};
+    }
+    static Int bytes(int v) {
+        const int32x4_t r = i(vdupq_n_u8(static_cast<uint8_t>(v)));
+        return {{r, r}};
+    }
+    static Int bit_and(Int x, Int y) { return {{vandq_s32(x.v[0], y.v[0]), vandq_s32(x.v[1], y.v[1])}}; }
+    static Int bit_or(Int x, Int y) { return {{vorrq_s32(x.v[0], y.v[0]), vorrq_s32(x.v[1], y.v[1])}}; }
+    static Int bit_xor(Int x, Int y) { return {{veorq_s32(x.v[0], y.v[0]), veorq_s32(x.v[1], y.v[1])}}; }
+    // within 16-bit lanes; the operators become immediate shifts, which the intrinsics take from constants only
+    static Int right(Int x, int n) {
+        for (int32x4_t & v : x.v) v = vreinterpretq_s32_u16(vreinterpretq_u16_s32(v) >> static_cast<uint16_t>(n));
+        return x;
+    }
+    static Int left(Int x, int n) {
+        for (int32x4_t & v : x.v) v = vreinterpretq_s32_u16(vreinterpretq_u16_s32(v) << static_cast<uint16_t>(n));
+        return x;
+    }
+    static Int right32(Int x, int n) {
+        for (int32x4_t & v : x.v) v = vreinterpretq_s32_u32(vreinterpretq_u32_s32(v) >> static_cast<uint32_t>(n));
+        return x;
+    }
+    static Int table(const int8_t * t) {
+        const int32x4_t v = vreinterpretq_s32_s8(vld1q_s8(t));
+        return {{v, v}};
+    }
+    static Int lookup(Int t, Int index) {
+        return {{i(vqtbl1q_u8(b(t.v[0]), b(index.v[0]))), i(vqtbl1q_u8(b(t.v[1]), b(index.v[1])))}};
+    }
+    static Int add(Int x, Int y) { return {{vaddq_s32(x.v[0], y.v[0]), vaddq_s32(x.v[1], y.v[1])}}; }
+    static Int multiply(Int x, Int y) { return {{vmulq_s32(x.v[0], y.v[0]), vmulq_s32(x.v[1], y.v[1])}}; }
+    static Int dot_fused(Int sum, Int w, Int a) {
+        for (int h = 0; h < 2; ++h)
+            sum.v[h] = vdotq_s32(sum.v[h], vreinterpretq_s8_s32(w.v[h]), vreinterpretq_s8_s32(a.v[h]));
+        return sum;
+    }
+    static Int dot_pairs(Int sum, Int, Int) { return sum; }   // not reached
+    static Int dot_signed(Int sum, Int, Int) { return sum; }  // not reached
+    static Int twice16(Int x) { return x; }                   // not reached
+    static Int madd16(Int x, Int y) {
+        for (int h = 0; h < 2; ++h) {
+            const int16x8_t p = vreinterpretq_s16_s32(x.v[h]), q = vreinterpretq_s16_s32(y.v[h]);
+            x.v[h] = vpaddq_s32(vmull_s16(vget_low_s16(p), vget_low_s16(q)), vmull_high_s16(p, q));
+        }
+        return x;
+    }
+    static Int ones16() { return set1(0x00010001); }
+    static Int load_i8(const void * p) {
+        const int16x8_t v = vmovl_s8(vld1_s8(static_cast<const int8_t *>(p)));
+        return {{vmovl_s16(vget_low_s16(v)), vmovl_high_s16(v)}};
+    }
+    static Int load_u16(const void * p) {
+        const uint16x8_t v = vreinterpretq_u16_u8(vld1q_u8(at(p)));
+        return {{vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(v))), vreinterpretq_s32_u32(vmovl_high_u16(v))}};
+    }
+    static Int load_u8_pairs(const void * p) {
+        const uint8x16_t v = vld1q_u8(at(p));
+        return {{vreinterpretq_s32_u16(vmovl_u8(vget_low_u8(v))), vreinterpretq_s32_u16(vmovl_high_u8(v))}};
+    }
+    static Float zero_float() { return set1_float(0); }
+    static Float set1_float(float v) { return {{vdupq_n_f32(v), vdupq_n_f32(v)}}; }
+    static Float to_float(Int x) { return {{vcvtq_f32_s32(x.v[0]), vcvtq_f32_s32(x.v[1])}}; }
+    static Float multiply_float(Float x, Float y) {
+        return {{vmulq_f32(x.v[0], y.v[0]), vmulq_f32(x.v[1], y.v[1])}};
+    }
+    static Float fma(Float x, Float y, Float sum) {
+        return {{vfmaq_f32(sum.v[0], x.v[0], y.v[0]), vfmaq_f32(sum.v[1], x.v[1], y.v[1])}};
+    }
+    static Float load_f16(const void * p) {
+        const float16x8_t v = vreinterpretq_f16_u8(vld1q_u8(at(p)));
+        return {{vcvt_f32_f16(vget_low_f16(v)), vcvt_high_f32_f16(v)}};
+    }
+    static Float load_bf16(const void * p) {
+        const Int v = load_u16(p);
+        return {{vreinterpretq_f32_s32(vshlq_n_s32(v.v[0], 16)), vreinterpretq_f32_s32(vshlq_n_s32(v.v[1], 16))}};
+    }
+    static void store(float * p, Float x) {
+        vst1q_f32(p, x.v[0]);
+        vst1q_f32(p + 4, x.v[1]);
+    }
+
+    // the bits of the largest |x|, as an integer: NaN and infinity are seen too. n: a multiple of 32
+    static uint32_t max_abs_bits(const float * x, int n) {
+        uint32x4_t m = vdupq_n_u32(0);
+        for (int k = 0; k < n; k += 4)
+            m = vmaxq_u32(m, vandq_u32(vreinterpretq_u32_f32(vld1q_f32(x + k)), vdupq_n_u32(0x7fffffff)));
+        return vmaxvq_u32(m);
+    }
+    // q = round(x * inverse), to nearest even, 32 values
+    static void quantise32(const float * x, float inverse, int8_t * q) {
+        for (int k = 0; k < 32; k += 8) {
+            const int32x4_t low = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + k), inverse));
+            const int32x4_t high = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + k + 4), inverse));
+            vst1_s8(q + k, vqmovn_s16(vcombine_s16(vqmovn_s32(low), vqmovn_s32(high))));
+        }
+    }
+    // for each of 8 groups of four: (q0 + q1) in the low and (q2 + q3) in the high 16 bits
+    static void pair_sums(const int8_t * q, int32_t * sums) {
+        vst1q_s32(sums, vreinterpretq_s32_s16(vpaddlq_s8(vld1q_s8(q))));
+        vst1q_s32(sums + 4, vreinterpretq_s32_s16(vpaddlq_s8(vld1q_s8(q + 16))));
+    }
+};
+
+}  // namespace
+}  // namespace llamaherd
