@@ -44,7 +44,7 @@ Plan make_plan(const Level & level, int64_t threads, const AttentionOperation & 
     divide();
     const int64_t segments = (op.k_ne[1] + attention_segment - 1) / attention_segment;
     const int64_t bytes = p.streams * p.heads * p.tokens * segments * level.attention->partial_floats(op.v_ne[0]) * 4;
-    p.split = threads > 1 && segments > 1 && p.units() < shares * threads && bytes <= most_partial_bytes;
+    p.split = segments > 1 && (p.tiles == 1 || p.units() < shares * threads) && bytes <= most_partial_bytes;
     p.segments = p.split ? segments : 1;
     while (threads > 1 && p.units() * p.segments < shares * threads && p.tile * p.together >= 2 * fewest_rows) {
         p.tile = (p.tile + 1) / 2;
@@ -128,38 +128,40 @@ void whole(const Level & level, const AttentionTeam & team, const AttentionOpera
     }
 }
 
-// Few rows and many cells: each thread has a stretch of segments, of one piece after the other.
+// Few rows and many cells: each thread has a stretch of the cells, with all heads of one segment before the next, since
+// the heads of a cell lie side by side in memory.
 void split(const Level & level, const AttentionTeam & team, const AttentionOperation & op, const Plan & p,
            uint8_t * scratch, float * partials) {
     const AttentionKernel & kernel = *level.attention;
     const int64_t units = p.units(), one = p.segments * kernel.partial_floats(op.v_ne[0]);
-    // every thread counts the segments of all pieces for itself
-    const auto segments_of = [&](const Piece & piece) {
+    // every thread counts the segments of all pieces for itself; pieces that differ in their heads alone share masks
+    const int64_t alike = p.head_masks ? 1 : p.kv_heads * p.parts;
+    const auto segments_of = [&](int64_t unit) {
+        const Piece piece(op, p, unit);
         int64_t most = 1;
         for (int i = 0; i < piece.query_count; ++i)
             most = std::max(most, kernel.open_cells(piece.queries[i].mask, piece.keys.cells));
         return (most + attention_segment - 1) / attention_segment;
     };
-    // pieces that differ in their keys alone share their masks
-    const int64_t alike = p.head_masks ? 1 : p.kv_heads * p.parts;
-    int64_t all = 0, known = 0;
-    for (int64_t unit = 0; unit < units; unit += alike) all += alike * segments_of(Piece(op, p, unit));
+    int64_t all = 0;
+    for (int64_t unit = 0; unit < units; unit += alike) all += alike * segments_of(unit);
     const int64_t from = all * team.ith / team.nth, to = all * (team.ith + 1) / team.nth;
     int64_t begin = 0;
-    for (int64_t unit = 0; unit < units && begin < to; ++unit) {
-        const Piece piece(op, p, unit);
-        if (unit % alike == 0) known = segments_of(piece);
-        const int64_t first = std::max<int64_t>(0, from - begin), last = std::min(known, to - begin);
-        if (first < last)
-            kernel.run(piece.keys, piece.queries, piece.query_count, piece.rows, first, last, scratch,
+    for (int64_t unit = 0; unit < units && begin < to; unit += alike) {
+        const int64_t end = begin + alike * segments_of(unit);
+        for (int64_t i = std::max(begin, from); i < std::min(end, to); ++i) {
+            const Piece piece(op, p, unit + (i - begin) % alike);
+            const int64_t segment = (i - begin) / alike;
+            kernel.run(piece.keys, piece.queries, piece.query_count, piece.rows, segment, segment + 1, scratch,
                        partials + piece.first_row * one, p.segments);
-        begin += known;
+        }
+        begin = end;
     }
     team.barrier(team.pool);
-    int64_t turn = 0;
+    int64_t turn = 0, known = 0;
     for (int64_t unit = 0; unit < units; ++unit) {
         const Piece piece(op, p, unit);
-        if (unit % alike == 0) known = segments_of(piece);
+        if (unit % alike == 0) known = segments_of(unit);
         for (int r = 0; r < piece.row_count; ++r)
             if (turn++ % team.nth == team.ith)
                 kernel.merge(piece.keys, piece.rows[r], partials + (piece.first_row + r) * one, known, scratch);

@@ -156,6 +156,11 @@ struct Attention {
         return V::load8_i8(block + 2 + at % 32, f16_to_float(d));
     }
 
+    static void fetch(const uint8_t * row, int64_t columns, int type) {
+        const int64_t bytes = type == kv_f32 ? 4 * columns : type == kv_q8_0 ? columns / 32 * 34 : 2 * columns;
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+    }
+
     // to[column][key]; count is rounded up to 8, the last key repeated
     template <int type>
     static void unpack_keys_of(const uint8_t * const * keys, int count, int64_t DK, float * to) {
@@ -458,8 +463,8 @@ struct Attention {
             tops[r] = -INFINITY;
         }
         if (!partials) std::memset(scratch.all, 0, static_cast<size_t>(row_count * columns) * 4);
-        // columns that pad a row to whole vectors
-        std::memset(scratch.values, 0, static_cast<size_t>(shared_cells * value_stride(keys.DV)) * 4);
+        if (columns != keys.DV)  // what pads a row to whole vectors
+            std::memset(scratch.values, 0, static_cast<size_t>(shared_cells * value_stride(keys.DV)) * 4);
 
         for (int64_t segment = first; last < 0 || segment < last; ++segment) {
             bool any = false, seen[max_attention_rows] = {};
@@ -506,6 +511,7 @@ struct Attention {
         const auto cell = [&](int j) { return group.listed ? group.listed->cells[j] : group.start + j; };
         for (int j = 0; j < group.count; ++j) at[j] = keys.k + cell(j) * keys.k_stride;
         for (int j = group.count; j % 8; ++j) at[j] = at[group.count - 1];
+        for (int j = 0; j < group.count; ++j) fetch(keys.v + cell(j) * keys.v_stride, keys.DV, keys.v_type);
         unpack_keys(at, group.count, keys.DK, keys.k_type, scratch.keys);
         each_tile(queries, query_count, rows, scratch, slices, group, group_of, g, columns, [&](const Tile & t, int offset) {
             int most = 0;
@@ -526,6 +532,9 @@ struct Attention {
                     scratch.sums + r * columns, columns, !seen[r]);
             }
         }
+        if (!group.listed)  // what comes next, most likely
+            for (int64_t c = group.start + group.count; c < group.start + group.count + attention_block && c < keys.cells; ++c)
+                fetch(keys.k + c * keys.k_stride, keys.DK, keys.k_type);
         for (int j = 0; j < group.count; ++j) at[j] = keys.v + cell(j) * keys.v_stride;
         unpack_values(at, group.count, keys.DV, keys.v_type, scratch.values);
         each_tile(queries, query_count, rows, scratch, slices, group, group_of, g, columns, [&](const Tile & t, int offset) {
