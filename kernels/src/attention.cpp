@@ -73,9 +73,14 @@ struct Piece {
     int64_t first_row;  // among all rows: [stream][head][token], so that a piece's lie in one part of the partials
 
     Piece(const AttentionOperation & op, const Plan & p, int64_t unit) {
-        // the last tokens see most, and come first
-        const int64_t tile = p.tiles - 1 - unit / (p.streams * p.kv_heads * p.parts), rest = unit % (p.streams * p.kv_heads * p.parts);
-        const int64_t part = rest % p.parts, kv_head = rest / p.parts % p.kv_heads, stream = rest / p.parts / p.kv_heads;
+        int64_t part, kv_head, stream, tile;
+        if (p.split) {  // heads side by side
+            part = unit % p.parts, kv_head = unit / p.parts % p.kv_heads, unit /= p.parts * p.kv_heads;
+            tile = unit % p.tiles, stream = unit / p.tiles;
+        } else {  // a head's tokens one after the other, the last, which see most, first
+            tile = p.tiles - 1 - unit % p.tiles, unit /= p.tiles;
+            part = unit % p.parts, kv_head = unit / p.parts % p.kv_heads, stream = unit / p.parts / p.kv_heads;
+        }
         const int64_t group = p.heads / p.kv_heads;
         const int64_t head = kv_head * group + part * p.together, heads = std::min(p.together, group - part * p.together);
         const int64_t first = tile * p.tile, last = std::min(p.tokens, first + p.tile);

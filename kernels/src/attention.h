@@ -52,7 +52,7 @@ struct AttentionKernel {
     int64_t (*open_cells)(const uint16_t * mask, int64_t cells);
 };
 
-constexpr int max_attention_rows = 96;
+constexpr int max_attention_rows = 192;
 
 // the operation as ggml describes it; tests fill it by themselves
 struct AttentionOperation {

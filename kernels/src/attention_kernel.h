@@ -47,6 +47,7 @@ struct Cursor {
                 open = ~uint64_t{0};
                 if (n < 64) open = (uint64_t{1} << n) - 1;
             } else if (n >= 64) {
+                for (int i = 64; i < 128; i += 32) __builtin_prefetch(mask + base + i);
                 open = V::open_cells(mask + base, plain);
             } else {
                 uint16_t part[64];
@@ -71,7 +72,7 @@ struct Cursor {
             }
         }
     }
-    void take(Slice & s) {
+    __attribute__((noinline)) void take(Slice & s) {
         s.count = 0;
         s.run = s.plain = true;
         while (s.count < attention_block && more()) {
@@ -156,7 +157,7 @@ struct Attention {
         return V::load8_i8(block + 2 + at % 32, f16_to_float(d));
     }
 
-    static void fetch(const uint8_t * row, int64_t columns, int type) {
+    static __attribute__((noinline)) void fetch(const uint8_t * row, int64_t columns, int type) {
         const int64_t bytes = type == kv_f32 ? 4 * columns : type == kv_q8_0 ? columns / 32 * 34 : 2 * columns;
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
     }
@@ -176,7 +177,7 @@ struct Attention {
             }
         }
     }
-    static void unpack_keys(const uint8_t * const * keys, int count, int64_t DK, int type, float * to) {
+    static __attribute__((noinline)) void unpack_keys(const uint8_t * const * keys, int count, int64_t DK, int type, float * to) {
         switch (type) {
             case kv_f16: return unpack_keys_of<kv_f16>(keys, count, DK, to);
             case kv_bf16: return unpack_keys_of<kv_bf16>(keys, count, DK, to);
@@ -189,7 +190,7 @@ struct Attention {
         for (int j = 0; j < count; ++j, to += value_stride(DV))
             for (int64_t c = 0; c < DV; c += 8) V::store8(to + c, load8(values[j], c, type));
     }
-    static void unpack_values(const uint8_t * const * values, int count, int64_t DV, int type, float * to) {
+    static __attribute__((noinline)) void unpack_values(const uint8_t * const * values, int count, int64_t DV, int type, float * to) {
         switch (type) {
             case kv_f16: return unpack_values_of<kv_f16>(values, count, DV, to);
             case kv_bf16: return unpack_values_of<kv_bf16>(values, count, DV, to);
@@ -329,6 +330,7 @@ struct Attention {
     template <bool bare>
     static void softmax(const AttentionKeys & keys, float slope, const float * bias, float * p, int count, float & top,
                         float * total, float * out, int64_t columns, bool fresh) {
+        if (bare && count == attention_block) return softmax_block(keys.scale, p, top, total, out, columns, fresh);
         const Float scale = V::set1_float(keys.scale), none = V::set1_float(-INFINITY);
         Float most = none;
         for (int j = 0; j < count; j += W) {
@@ -339,20 +341,8 @@ struct Attention {
             V::store(p + j, s);
             most = V::maximum(s, most);
         }
-        const float found = V::max_of(most), before = top;
-        if (found > top) top = found;
+        Float sum = raise_top(V::max_of(most), top, total, out, columns, fresh);
         const Float zero = V::set1_float(finite(top));
-        Float sum = V::zero_float();
-        if (fresh) {
-            for (int64_t c = 0; c < columns; c += W) V::store(out + c, V::zero_float());
-        } else {
-            sum = V::load_float(total);
-            if (top > before) {
-                const Float down = exponential(V::subtract(V::set1_float(before), zero));
-                sum = V::multiply_float(sum, down);
-                for (int64_t c = 0; c < columns; c += W) V::store(out + c, V::multiply_float(V::load_float(out + c), down));
-            }
-        }
         for (int j = 0; j < count; j += W) {
             const Float e = exponential(V::subtract(V::load_float(p + j), zero));
             V::store(p + j, e);
@@ -360,9 +350,45 @@ struct Attention {
         }
         V::store(total, sum);
     }
+    // the same of a whole block, in registers
+    static void softmax_block(float factor, float * p, float & top, float * total, float * out, int64_t columns,
+                              bool fresh) {
+        constexpr int n = attention_block / W;
+        const Float scale = V::set1_float(factor);
+        Float s[n], most = V::set1_float(-INFINITY);
+#pragma GCC unroll 8
+        for (int j = 0; j < n; ++j) {
+            s[j] = V::multiply_float(V::load_float(p + j * W), scale);
+            most = V::maximum(s[j], most);
+        }
+        Float sum = raise_top(V::max_of(most), top, total, out, columns, fresh);
+        const Float zero = V::set1_float(finite(top));
+#pragma GCC unroll 8
+        for (int j = 0; j < n; ++j) {
+            const Float e = exponential(V::subtract(s[j], zero));
+            V::store(p + j * W, e);
+            sum = V::add_float(sum, e);
+        }
+        V::store(total, sum);
+    }
+    // returns the total of earlier blocks, which is brought to the new top as their sums are
+    static inline __attribute__((always_inline)) Float raise_top(float found, float & top, const float * total,
+                                                                 float * out, int64_t columns, bool fresh) {
+        const float before = top;
+        if (found > top) top = found;
+        if (fresh) {
+            for (int64_t c = 0; c < columns; c += W) V::store(out + c, V::zero_float());
+            return V::zero_float();
+        }
+        const Float sum = V::load_float(total);
+        if (!(top > before)) return sum;
+        const Float down = exponential(V::set1_float(before - finite(top)));
+        for (int64_t c = 0; c < columns; c += W) V::store(out + c, V::multiply_float(V::load_float(out + c), down));
+        return V::multiply_float(sum, down);
+    }
 
     // sums of earlier segments += those of one more
-    static void join(Sums & all, float * out, const Sums & more, const float * add, int64_t columns) {
+    static __attribute__((noinline)) void join(Sums & all, float * out, const Sums & more, const float * add, int64_t columns) {
         const float top = more.top > all.top ? more.top : all.top;
         const float a = exponential1(all.top - finite(top)), b = exponential1(more.top - finite(top));
         all.total = all.total * a + more.total * b;
@@ -415,7 +441,7 @@ struct Attention {
     static size_t scratch_bytes(int64_t DK, int64_t DV) { return Scratch::floats(DK, DV) * 4; }
     static int64_t partial_floats(int64_t DV) { return padded_columns(DV) + 16; }
 
-    static int form_groups(const Slice * slices, int queries, Group * groups, int * group_of) {
+    static __attribute__((noinline)) int form_groups(const Slice * slices, int queries, Group * groups, int * group_of) {
         int n = 0;
         for (int i = 0; i < queries; ++i) {
             const Slice & s = slices[i];
