@@ -201,10 +201,10 @@ struct Attention {
 
     // ---- register tiles: M rows times P vectors
 
-    // out[m][key] = dot(q[m], key)
-    template <int M, int P>
-    static inline __attribute__((always_inline)) void dots(const float * const * q, const float * keys, int64_t DK,
-                                                           float * const * out, int at) {
+    // out[m][key] = dot of columns [from, to) of q[m] and key, or that more
+    template <int M, int P, bool more>
+    static inline __attribute__((always_inline)) void dots(const float * const * q, const float * keys, int64_t from,
+                                                           int64_t to, float * const * out, int at) {
         Float sum[M][P];
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m)
@@ -212,7 +212,8 @@ struct Attention {
             for (int p = 0; p < P; ++p) sum[m][p] = V::zero_float();
         const float * row[M];
         for (int m = 0; m < M; ++m) row[m] = q[m];
-        for (int64_t c = 0; c < DK; ++c, keys += key_stride) {
+        keys += from * key_stride;
+        for (int64_t c = from; c < to; ++c, keys += key_stride) {
             Float key[P];
 #pragma GCC unroll 16
             for (int p = 0; p < P; ++p) key[p] = V::load_float(keys + p * W);
@@ -226,7 +227,10 @@ struct Attention {
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m)
 #pragma GCC unroll 16
-            for (int p = 0; p < P; ++p) V::store(out[m] + at + p * W, sum[m][p]);
+            for (int p = 0; p < P; ++p) {
+                float * to_here = out[m] + at + p * W;
+                V::store(to_here, more ? V::add_float(V::load_float(to_here), sum[m][p]) : sum[m][p]);
+            }
     }
     // out[m] += sum over keys [from, to) of p[m][key] * value[key]
     template <int M, int P>
@@ -262,15 +266,15 @@ struct Attention {
         const int room = tallest == 8 ? 24 : tallest == 6 ? 12 : 4;
         return room / M >= 8 ? 8 : room / M >= 4 ? 4 : room / M >= 2 ? 2 : 1;
     }
-    template <int M>
-    static __attribute__((noinline)) void all_dots(const float * const * q, const float * keys, int64_t DK, int count,
-                                                   float * const * out) {
+    template <int M, bool more>
+    static __attribute__((noinline)) void all_dots(const float * const * q, const float * keys, int64_t from, int64_t to,
+                                                   int count, float * const * out) {
         constexpr int P = wide(M);
         int at = 0;
-        for (; at + (P - 1) * W < count; at += P * W) dots<M, P>(q, keys + at, DK, out, at);
+        for (; at + (P - 1) * W < count; at += P * W) dots<M, P, more>(q, keys + at, from, to, out, at);
         if (P > 2)
-            for (; at + W < count; at += 2 * W) dots<M, P / 2 < 2 ? 1 : 2>(q, keys + at, DK, out, at);
-        for (; at < count; at += W) dots<M, 1>(q, keys + at, DK, out, at);
+            for (; at + W < count; at += 2 * W) dots<M, P / 2 < 2 ? 1 : 2, more>(q, keys + at, from, to, out, at);
+        for (; at < count; at += W) dots<M, 1, more>(q, keys + at, from, to, out, at);
     }
     template <int M>
     static __attribute__((noinline)) void all_sums(const float * const * weights, const float * values, int64_t stride,
@@ -291,9 +295,14 @@ struct Attention {
         int count[tallest], rows = 0;
     };
     template <int M>
-    static void dots_of(int rows, const float * const * q, const float * keys, int64_t DK, int count, float * const * out) {
-        if (rows == M) return all_dots<M>(q, keys, DK, count, out);
-        if constexpr (M > 1) dots_of<M - 1>(rows, q, keys, DK, count, out);
+    static void dots_of(const Tile & t, const float * keys, int64_t DK, int64_t together, int count) {
+        if (t.rows != M) {
+            if constexpr (M > 1) dots_of<M - 1>(t, keys, DK, together, count);
+            return;
+        }
+        all_dots<M, false>(t.q, keys, 0, together, count, t.p);
+        for (int64_t c = together; c < DK; c += together)
+            all_dots<M, true>(t.q, keys, c, c + together < DK ? c + together : DK, count, t.p);
     }
     template <int M>
     static void sums_of(int rows, const float * const * weights, const float * values, int64_t stride, int from, int to,
@@ -539,10 +548,12 @@ struct Attention {
         for (int j = group.count; j % 8; ++j) at[j] = at[group.count - 1];
         for (int j = 0; j < group.count; ++j) fetch(keys.v + cell(j) * keys.v_stride, keys.DV, keys.v_type);
         unpack_keys(at, group.count, keys.DK, keys.k_type, scratch.keys);
+        // of keys that were not rounded to 16 bits, dots are summed with more care, as stock does
+        const int64_t together = keys.k_type == kv_f32 && keys.DK > 16 ? 16 : keys.DK;
         each_tile(queries, query_count, rows, scratch, slices, group, group_of, g, columns, [&](const Tile & t, int offset) {
             int most = 0;
             for (int i = 0; i < t.rows; ++i) most = t.count[i] > most ? t.count[i] : most;
-            dots_of<tallest>(t.rows, t.q, scratch.keys + offset, keys.DK, most, t.p);
+            dots_of<tallest>(t, scratch.keys + offset, keys.DK, together, most);
         });
         for (int i = 0; i < query_count; ++i) {
             if (group_of[i] != g) continue;
