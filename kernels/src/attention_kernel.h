@@ -100,6 +100,8 @@ struct Group {
     int64_t start;  // of a run
     int count;
     const Slice * listed;  // or the longest list, which the others' begin
+
+    int64_t cell(int i) const { return listed ? listed->cells[i] : start + i; }
 };
 
 template <class V>
@@ -513,7 +515,7 @@ struct Attention {
                 any = true;
                 const int group_count = form_groups(slices, query_count, groups, group_of);
                 for (int g = 0; g < group_count; ++g)
-                    step(keys, queries, query_count, rows, scratch, slices, groups[g], group_of, g, tops, seen);
+                    step(keys, queries, query_count, rows, scratch, slices, groups, group_count, group_of, g, tops, seen);
                 for (int i = 0; i < query_count; ++i)
                     if (slices[i].count)
                         for (int r = queries[i].first; r < queries[i].first + queries[i].count; ++r) seen[r] = true;
@@ -539,14 +541,14 @@ struct Attention {
 
     // one block of a group's queries
     static void step(const AttentionKeys & keys, const AttentionQuery * queries, int query_count, const AttentionRow * rows,
-                     const Scratch & scratch, const Slice * slices, const Group & group, const int * group_of, int g,
-                     float * tops, const bool * seen) {
+                     const Scratch & scratch, const Slice * slices, const Group * groups, int group_count,
+                     const int * group_of, int g, float * tops, const bool * seen) {
+        const Group & group = groups[g];
         const int64_t columns = padded_columns(keys.DV), stride = value_stride(keys.DV);
         const uint8_t * at[shared_cells + 8];
-        const auto cell = [&](int j) { return group.listed ? group.listed->cells[j] : group.start + j; };
-        for (int j = 0; j < group.count; ++j) at[j] = keys.k + cell(j) * keys.k_stride;
+        for (int j = 0; j < group.count; ++j) at[j] = keys.k + group.cell(j) * keys.k_stride;
         for (int j = group.count; j % 8; ++j) at[j] = at[group.count - 1];
-        for (int j = 0; j < group.count; ++j) fetch(keys.v + cell(j) * keys.v_stride, keys.DV, keys.v_type);
+        for (int j = 0; j < group.count; ++j) fetch(keys.v + group.cell(j) * keys.v_stride, keys.DV, keys.v_type);
         unpack_keys(at, group.count, keys.DK, keys.k_type, scratch.keys);
         // of keys that were not rounded to 16 bits, dots are summed with more care, as stock does
         const int64_t together = keys.k_type == kv_f32 && keys.DK > 16 ? 16 : keys.DK;
@@ -569,10 +571,14 @@ struct Attention {
                     scratch.sums + r * columns, columns, !seen[r]);
             }
         }
-        if (!group.listed)  // what comes next, most likely
+        if (g + 1 < group_count) {
+            for (int j = 0; j < groups[g + 1].count; ++j)
+                fetch(keys.k + groups[g + 1].cell(j) * keys.k_stride, keys.DK, keys.k_type);
+        } else if (!group.listed) {  // what comes next, most likely
             for (int64_t c = group.start + group.count; c < group.start + group.count + attention_block && c < keys.cells; ++c)
                 fetch(keys.k + c * keys.k_stride, keys.DK, keys.k_type);
-        for (int j = 0; j < group.count; ++j) at[j] = keys.v + cell(j) * keys.v_stride;
+        }
+        for (int j = 0; j < group.count; ++j) at[j] = keys.v + group.cell(j) * keys.v_stride;
         unpack_values(at, group.count, keys.DV, keys.v_type, scratch.values);
         each_tile(queries, query_count, rows, scratch, slices, group, group_of, g, columns, [&](const Tile & t, int offset) {
             add_values(t, scratch.values + offset * stride, stride, columns);
