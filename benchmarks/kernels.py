@@ -55,6 +55,9 @@ def main() -> None:
     parser.add_argument("--level", help="instruction set; default: the best that passes its self-test")
     parser.add_argument("--rounds", type=int, default=3, help="of whole models")
     parser.add_argument("--models", action="store_true", help="whole models instead of products")
+    parser.add_argument("--attention", action="store_true", help="attention instead of products")
+    parser.add_argument("--cache", nargs="+", default=["F16", "Q8_0"], help="types of keys and values")
+    parser.add_argument("--heads", nargs="+", default=["9/3x64", "32/8x128"], help="queries/keys x columns")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -66,6 +69,8 @@ def main() -> None:
         print(json.dumps(measure_model(Path(options.one), options.threads)))
     elif options.models:
         compare_models(options)
+    elif options.attention:
+        compare_attention(options)
     else:
         compare_products(options)
 
@@ -93,6 +98,46 @@ def compare_products(options: argparse.Namespace) -> None:
             f"{m.gops:7.0f}{m.gops / peak:5.0%}{m.gigabytes:6.1f}{m.gigabytes / read:5.0%}  {m.stock_path}",
             flush=True,
         )
+
+
+def compare_attention(options: argparse.Namespace) -> None:
+    import llamaherd_kernels
+    from llamaherd_kernels.measure import compare_attention as compare
+
+    status = llamaherd_kernels.enable(level=options.level)
+    print(
+        f"{status.level or status.reason}, {options.threads} threads; GFLOPS: of what tokens see, in 32 bits"
+    )
+    if not status.attention:
+        sys.exit(f"the plug-in does not take attention here: {status.reason}")
+    print(
+        f"{'cache':7}{'heads':10}{'work':9}{'tokens':>7}{'depth':>7}{'stock':>11}{'ours':>11}{'ratio':>7}{'GFLOPS':>8}"
+    )
+    cases = (
+        ("prefill", 512, 512),
+        ("prefill", 512, 2048),
+        ("prefill", 1, 2048),
+        ("forks", 8, 2048),
+        ("forks", 16, 2048),
+        ("apart", 8, 512),
+    )
+    for heads in options.heads:
+        counts, columns = heads.split("x")
+        both = tuple(map(int, counts.split("/")))
+        for cache in options.cache:
+            for m in compare(
+                cases,
+                columns=int(columns),
+                heads=both,
+                cache=cache,
+                threads=options.threads,
+                seconds=options.seconds,
+            ):
+                print(
+                    f"{cache:7}{heads:10}{m.kind:9}{m.tokens:7}{m.depth:7}{m.stock * 1e6:9.0f}us{m.ours * 1e6:9.0f}us"
+                    f"{m.ratio:7.2f}{m.gflops:8.1f}",
+                    flush=True,
+                )
 
 
 MODEL_TYPES = ["Q4_0", "Q4_1", "Q8_0", "Q4_K_M", "Q6_K", "BF16"]
@@ -141,7 +186,9 @@ def compare_models(options: argparse.Namespace) -> None:
                     )
                     found[mode].append(json.loads(run.stdout.splitlines()[-1]))
             for what in found["off"][0]:
-                stock, products, ours = (statistics.median(run[what] for run in found[mode]) for mode in found)
+                stock, products, ours = (
+                    statistics.median(run[what] for run in found[mode]) for mode in found
+                )
                 print(
                     f"{name:8}{what:>22}{stock:9.0f}{products:9.0f}{ours:9.0f}{ours / stock:10.2f}{ours / products:13.2f}",
                     flush=True,

@@ -92,7 +92,9 @@ def _test(ggml: Any, case: _Case) -> str:
     wide = {}
     for name, values in (("k", k), ("v", v)):
         kind = case.keys if name == "k" else case.values
-        wide[name] = np.full((case.streams, 2 * case.cells, *values.shape[2:]), 0 if kind == "Q8_0" else np.nan, np.float32)
+        wide[name] = np.full(
+            (case.streams, 2 * case.cells, *values.shape[2:]), 0 if kind == "Q8_0" else np.nan, np.float32
+        )
         wide[name][:, places] = values
     moved = np.full((*mask.shape[:3], 2 * case.cells), -np.inf, np.float16)
     moved[..., places] = mask
@@ -106,7 +108,9 @@ def _data(case: _Case) -> tuple[Any, ...]:
     import numpy as np
 
     random = np.random.default_rng(case.tokens)
-    q = random.integers(-127, 128, (case.streams, case.tokens, case.heads[0], case.columns[0])).astype(np.float32)
+    q = random.integers(-127, 128, (case.streams, case.tokens, case.heads[0], case.columns[0])).astype(
+        np.float32
+    )
     q[..., ::32] = 127  # the largest of every block: its scale is 1 where stock rounds to eight bits
     k = random.standard_normal((case.streams, case.cells, case.heads[1], case.columns[0])).astype(np.float32)
     v = random.standard_normal((case.streams, case.cells, case.heads[1], case.columns[1])).astype(np.float32)
@@ -119,14 +123,25 @@ def _data(case: _Case) -> tuple[Any, ...]:
         open_cells = (cell < case.cells // 3) | ((cell <= at) & (cell % 5 == token % 5))
     else:
         open_cells = (cell <= at) & ((cell > at - 100) | (case.mask != "window"))
-    distance = -np.abs(at - cell).astype(np.float32) / 8 if case.max_bias else np.zeros_like(at - cell, np.float32)
+    distance = (
+        -np.abs(at - cell).astype(np.float32) / 8 if case.max_bias else np.zeros_like(at - cell, np.float32)
+    )
     mask = np.where(open_cells, distance, -np.inf).astype(np.float16)
     mask[2] = -np.inf  # a token that sees nothing
     return q, k, v, np.broadcast_to(mask, (case.streams, 1, *mask.shape)), sinks
 
 
 def _attend(
-    ggml: Any, case: _Case, q: Any, k: Any, v: Any, mask: Any, sinks: Any, *, ours: bool = True, threads: int = 1
+    ggml: Any,
+    case: _Case,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    sinks: Any,
+    *,
+    ours: bool = True,
+    threads: int = 1,
 ) -> Any:
     """The result; None if the plug-in was to compute it and did not."""
     from .enabling import counts

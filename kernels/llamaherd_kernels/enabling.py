@@ -57,9 +57,7 @@ def status() -> Status:
     return _status
 
 
-def enable(
-    types: tuple[str, ...] | None = None, level: str | None = None, attention: bool = True
-) -> Status:
+def enable(types: tuple[str, ...] | None = None, level: str | None = None, attention: bool = True) -> Status:
     """Make llama.cpp use the plug-in for models that are loaded from now on.
 
     Call it before the first model is loaded: llama.cpp makes its list of buffer types then, once. A second

@@ -192,9 +192,7 @@ class Attention:
             """The tensor [streams, rows, heads x width], and its view [streams, heads, rows, width]."""
             whole = ggml.ggml_new_tensor_4d(context, kind, width * heads, rows, streams, 1)
             one, row = ggml.ggml_row_size(kind, width), ggml.ggml_row_size(kind, width * heads)
-            view = ggml.ggml_view_4d(
-                context, whole, width, rows, heads, streams, row, one, row * rows, 0
-            )
+            view = ggml.ggml_view_4d(context, whole, width, rows, heads, streams, row, one, row * rows, 0)
             return whole, view
 
         self._q, q = tensor(_F32, columns[0], heads, tokens)
@@ -208,7 +206,9 @@ class Attention:
         self._graph = ggml.ggml_new_graph(context)
         ggml.ggml_build_forward_expand(self._graph, self._out)
         self.shape = (streams, tokens, heads, columns[1])
-        self._buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(context, ggml.ggml_backend_cpu_buffer_type())
+        self._buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(
+            context, ggml.ggml_backend_cpu_buffer_type()
+        )
         self._backend = ggml.ggml_backend_cpu_init()
         ggml.ggml_backend_cpu_set_n_threads(self._backend, threads)
 

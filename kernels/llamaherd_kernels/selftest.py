@@ -30,9 +30,11 @@ def main(arguments: list[str]) -> int:
     level, names = arguments[0], arguments[1:]
     ggml = graphs.bind()
     types = sum(1 << TYPES[name] for name in names if name in TYPES)
-    problem = load().llamaherd_kernels_install(
-        ggml._handle, level.encode(), types, int("attention" in names)
-    ).decode()
+    problem = (
+        load()
+        .llamaherd_kernels_install(ggml._handle, level.encode(), types, int("attention" in names))
+        .decode()
+    )
     if problem:
         print(json.dumps({"problem": problem}))
         return 0

@@ -43,7 +43,15 @@ class Inputs:
         """Some tokens alone."""
         mask = None if self.mask is None else self.mask[:, :, tokens]
         return Inputs(
-            self.q[:, tokens], self.k, self.v, mask, self.sinks, self.types, self.scale, self.max_bias, self.cap
+            self.q[:, tokens],
+            self.k,
+            self.v,
+            mask,
+            self.sinks,
+            self.types,
+            self.scale,
+            self.max_bias,
+            self.cap,
         )
 
 
@@ -55,7 +63,9 @@ def stored(ggml, values, kind):
 
     rows = np.ascontiguousarray(values, np.float32).reshape(-1, values.shape[-1])
     if kind == "F16":
-        return rows.astype(np.float16).tobytes(), rows.astype(np.float16).astype(np.float32).reshape(values.shape)
+        return rows.astype(np.float16).tobytes(), rows.astype(np.float16).astype(np.float32).reshape(
+            values.shape
+        )
     data = graphs.quantise(ggml, CACHE_TYPES[kind], rows)
     blocks = np.frombuffer(data, np.uint8).reshape(len(rows), -1)
     return data, dequantize(blocks, GGMLQuantizationType(CACHE_TYPES[kind])).reshape(values.shape)
@@ -150,4 +160,10 @@ def inputs(kind="causal", tokens=37, cells=300, heads=(6, 2), columns=(64, 64), 
     bias = -np.abs(at - cell) / 16 if more.get("max_bias") else 0.0
     mask = np.where(seen, bias, -np.inf).astype(np.float16)
     mask[..., min(2, tokens - 1), :] = -np.inf
-    return Inputs(q, k, v, np.broadcast_to(mask, (streams, seen.shape[0] if seen.ndim == 3 else 1, tokens, cells)), **more)
+    return Inputs(
+        q,
+        k,
+        v,
+        np.broadcast_to(mask, (streams, seen.shape[0] if seen.ndim == 3 else 1, tokens, cells)),
+        **more,
+    )

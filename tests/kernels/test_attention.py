@@ -28,7 +28,9 @@ def root_mean_square(x):
 
 @pytest.mark.parametrize("level", HERE)
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("types", [("F16", "F16"), ("Q8_0", "Q8_0"), ("F32", "F32"), ("BF16", "F16"), ("F16", "Q8_0")])
+@pytest.mark.parametrize(
+    "types", [("F16", "F16"), ("Q8_0", "Q8_0"), ("F32", "F32"), ("BF16", "F16"), ("F16", "Q8_0")]
+)
 def test_attention_is_that_of_float64(ggml, level, kind, types):
     x = inputs(kind, types=types)
     error = attend(ggml, level, x, threads=2) - reference(ggml, x)
@@ -77,7 +79,10 @@ def test_a_token_is_bitwise_the_same_in_any_batch_and_on_any_threads(ggml, level
     for count in (1, 2, 5, 8, 16, 33):
         for start in {0, (41 - count) // 2, 41 - count}:
             here = slice(start, start + count)
-            assert np.array_equal(attend(ggml, level, x.of(here), 1 + count % 3), whole[:, here]), (count, start)
+            assert np.array_equal(attend(ggml, level, x.of(here), 1 + count % 3), whole[:, here]), (
+                count,
+                start,
+            )
     shuffled = np.random.default_rng(1).permutation(41)
     assert np.array_equal(attend(ggml, level, x.of(shuffled), 2), whole[:, shuffled])
 
