@@ -24,6 +24,8 @@ struct Plan {
     int64_t tile, tiles;     // tokens
     bool split;              // segments apart
     int64_t segments;        // if split: of all cells
+    int64_t alike;           // pieces one after the other that differ in their heads alone, and share masks
+    int64_t joined;          // of these, computed together; parts of a group of heads may differ in size
     size_t scratch, partial_bytes;  // bytes: of a thread, of all
 
     int64_t units() const { return streams * kv_heads * parts * tiles; }
@@ -50,7 +52,9 @@ Plan make_plan(const Level & level, int64_t threads, const AttentionOperation & 
         p.tile = (p.tile + 1) / 2;
         divide();
     }
-    p.scratch = aligned(level.attention->scratch_bytes(op.k_ne[0], op.v_ne[0]) + 64);
+    p.alike = p.head_masks ? 1 : p.kv_heads * p.parts;
+    p.joined = p.split && p.parts == 1 ? std::min<int64_t>(p.alike, max_attention_heads) : 1;
+    p.scratch = aligned(level.attention->scratch_bytes(op.k_ne[0], op.v_ne[0], p.joined * p.tile * p.together) + 64);
     p.partial_bytes = p.split ? static_cast<size_t>(bytes) : 0;
     return p;
 }
@@ -72,7 +76,7 @@ struct Piece {
     int query_count, row_count;
     int64_t first_row;  // among all rows: [stream][head][token], so that a piece's lie in one part of the partials
 
-    Piece(const AttentionOperation & op, const Plan & p, int64_t unit) {
+    void make(const AttentionOperation & op, const Plan & p, int64_t unit) {
         int64_t part, kv_head, stream, tile;
         if (p.split) {  // heads side by side
             part = unit % p.parts, kv_head = unit / p.parts % p.kv_heads, unit /= p.parts * p.kv_heads;
@@ -128,8 +132,10 @@ void whole(const Level & level, const AttentionTeam & team, const AttentionOpera
         team.barrier(team.pool);
     }
     for (int64_t unit = team.ith; unit < units; unit = dynamic ? team.chunk_add(team.pool, 1) : unit + team.nth) {
-        const Piece piece(op, p, unit);
-        level.attention->run(piece.keys, piece.queries, piece.query_count, piece.rows, 0, -1, scratch, nullptr, 0);
+        Piece piece;
+        piece.make(op, p, unit);
+        const AttentionHead head = {piece.keys, piece.rows, nullptr};
+        level.attention->run(&head, 1, piece.queries, piece.query_count, 0, -1, scratch, 0);
     }
 }
 
@@ -139,34 +145,48 @@ void split(const Level & level, const AttentionTeam & team, const AttentionOpera
            uint8_t * scratch, float * partials) {
     const AttentionKernel & kernel = *level.attention;
     const int64_t units = p.units(), one = p.segments * kernel.partial_floats(op.v_ne[0]);
-    // every thread counts the segments of all pieces for itself; pieces that differ in their heads alone share masks
-    const int64_t alike = p.head_masks ? 1 : p.kv_heads * p.parts;
+    Piece pieces[max_attention_heads];
+    // every thread counts the segments of all pieces for itself
     const auto segments_of = [&](int64_t unit) {
-        const Piece piece(op, p, unit);
+        Piece & piece = pieces[0];
+        piece.make(op, p, unit);
         int64_t most = 1;
         for (int i = 0; i < piece.query_count; ++i)
             most = std::max(most, kernel.open_cells(piece.queries[i].mask, piece.keys.cells));
         return (most + attention_segment - 1) / attention_segment;
     };
     int64_t all = 0;
-    for (int64_t unit = 0; unit < units; unit += alike) all += alike * segments_of(unit);
+    for (int64_t unit = 0; unit < units; unit += p.alike) all += p.alike * segments_of(unit);
     const int64_t from = all * team.ith / team.nth, to = all * (team.ith + 1) / team.nth;
     int64_t begin = 0;
-    for (int64_t unit = 0; unit < units && begin < to; unit += alike) {
-        const int64_t end = begin + alike * segments_of(unit);
-        for (int64_t i = std::max(begin, from); i < std::min(end, to); ++i) {
-            const Piece piece(op, p, unit + (i - begin) % alike);
-            const int64_t segment = (i - begin) / alike;
-            kernel.run(piece.keys, piece.queries, piece.query_count, piece.rows, segment, segment + 1, scratch,
-                       partials + piece.first_row * one, p.segments);
+    for (int64_t unit = 0; unit < units && begin < to; unit += p.alike) {
+        const int64_t end = begin + p.alike * segments_of(unit), last = std::min(end, to);
+        int64_t made = -1;
+        for (int64_t i = std::max(begin, from); i < last;) {
+            const int64_t segment = (i - begin) / p.alike, at = (i - begin) % p.alike;
+            const int64_t chunk = at / p.joined * p.joined, chunk_end = std::min(chunk + p.joined, p.alike);
+            if (made != chunk)
+                for (int64_t h = chunk; h < chunk_end; ++h) pieces[h - chunk].make(op, p, unit + h);
+            made = chunk;
+            const int64_t count = std::min(chunk_end - at, last - i);
+            AttentionHead heads[max_attention_heads];
+            for (int64_t h = 0; h < count; ++h) {
+                const Piece & piece = pieces[at - chunk + h];
+                heads[h] = {piece.keys, piece.rows, partials + piece.first_row * one};
+            }
+            const Piece & piece = pieces[at - chunk];
+            kernel.run(heads, static_cast<int>(count), piece.queries, piece.query_count, segment, segment + 1, scratch,
+                       p.segments);
+            i += count;
         }
         begin = end;
     }
     team.barrier(team.pool);
     int64_t turn = 0, known = 0;
     for (int64_t unit = 0; unit < units; ++unit) {
-        const Piece piece(op, p, unit);
-        if (unit % alike == 0) known = segments_of(unit);
+        if (unit % p.alike == 0) known = segments_of(unit);
+        Piece & piece = pieces[0];
+        piece.make(op, p, unit);
         for (int r = 0; r < piece.row_count; ++r)
             if (turn++ % team.nth == team.ith)
                 kernel.merge(piece.keys, piece.rows[r], partials + (piece.first_row + r) * one, known, scratch);

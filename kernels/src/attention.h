@@ -39,20 +39,28 @@ struct AttentionRow {
     const float * sink;  // or null
 };
 
+constexpr int max_attention_rows = 192;  // of a head
+constexpr int max_attention_heads = 8;   // computed together, since a cell's heads lie side by side in memory
+
+struct AttentionHead {
+    AttentionKeys keys;
+    const AttentionRow * rows;
+    float * partials;  // or null
+};
+
 struct AttentionKernel {
-    size_t (*scratch_bytes)(int64_t DK, int64_t DV);
+    size_t (*scratch_bytes)(int64_t DK, int64_t DV, int64_t rows);  // rows: of all heads
     int64_t (*partial_floats)(int64_t DV);
-    // Up to max_attention_rows rows. Segments [first, last) of each query's open cells; last < 0: all of them. With
-    // partials, each segment's sums go to partials[row][segment], of segments in all; without, results are complete.
-    void (*run)(const AttentionKeys & keys, const AttentionQuery * queries, int query_count, const AttentionRow * rows,
-                int64_t first, int64_t last, uint8_t * scratch, float * partials, int64_t segments);
+    // Heads of one shape, whose queries are the same but for their rows. Segments [first, last) of each query's open
+    // cells; last < 0: all of them. With partials, each segment's sums go to partials[row][segment], of segments in
+    // all; without, results are complete.
+    void (*run)(const AttentionHead * heads, int head_count, const AttentionQuery * queries, int query_count,
+                int64_t first, int64_t last, uint8_t * scratch, int64_t segments);
     // a row's result from its segments' sums
     void (*merge)(const AttentionKeys & keys, const AttentionRow & row, const float * partials, int64_t segments,
                   uint8_t * scratch);
     int64_t (*open_cells)(const uint16_t * mask, int64_t cells);
 };
-
-constexpr int max_attention_rows = 192;
 
 // the operation as ggml describes it; tests fill it by themselves
 struct AttentionOperation {

@@ -433,23 +433,23 @@ struct Attention {
 
     struct Scratch {
         float *keys, *values, *p, *sums, *all, *totals, *bias;
-        static size_t floats(int64_t DK, int64_t DV) {
-            const int64_t rows = max_attention_rows, columns = padded_columns(DV);
-            return static_cast<size_t>(DK * key_stride + shared_cells * value_stride(DV) + rows * key_stride +
+        static size_t floats(int64_t DK, int64_t DV, int64_t rows) {
+            const int64_t columns = padded_columns(DV);
+            return static_cast<size_t>(DK * key_stride + shared_cells * value_stride(DV) + max_attention_rows * key_stride +
                                        2 * rows * columns + rows * W + key_stride + 64);
         }
-        Scratch(uint8_t * at, int64_t DK, int64_t DV) {
-            const int64_t rows = max_attention_rows, columns = padded_columns(DV);
+        Scratch(uint8_t * at, int64_t DK, int64_t DV, int64_t rows) {
+            const int64_t columns = padded_columns(DV);
             keys = reinterpret_cast<float *>((reinterpret_cast<size_t>(at) + 63) & ~size_t{63});
             values = keys + DK * key_stride;
             p = values + shared_cells * value_stride(DV);
-            sums = p + rows * key_stride;
+            sums = p + max_attention_rows * key_stride;
             all = sums + rows * columns;
             totals = all + rows * columns;
             bias = totals + rows * W;
         }
     };
-    static size_t scratch_bytes(int64_t DK, int64_t DV) { return Scratch::floats(DK, DV) * 4; }
+    static size_t scratch_bytes(int64_t DK, int64_t DV, int64_t rows) { return Scratch::floats(DK, DV, rows) * 4; }
     static int64_t partial_floats(int64_t DV) { return padded_columns(DV) + 16; }
 
     static __attribute__((noinline)) int form_groups(const Slice * slices, int queries, Group * groups, int * group_of) {
@@ -479,27 +479,30 @@ struct Attention {
         return n;
     }
 
-    static void run(const AttentionKeys & keys, const AttentionQuery * queries, int query_count, const AttentionRow * rows,
-                    int64_t first, int64_t last, uint8_t * memory, float * partials, int64_t segments) {
-        const Scratch scratch(memory, keys.DK, keys.DV);
+    static void run(const AttentionHead * heads, int head_count, const AttentionQuery * queries, int query_count,
+                    int64_t first, int64_t last, uint8_t * memory, int64_t segments) {
+        const AttentionKeys & keys = heads[0].keys;  // their shape
         const int64_t columns = padded_columns(keys.DV);
+        const bool parts = heads[0].partials != nullptr;
         Cursor<V> cursors[max_attention_rows];
         Slice slices[max_attention_rows];
         Group groups[max_attention_rows];
         int group_of[max_attention_rows];
-        Sums all[max_attention_rows];
-        float tops[max_attention_rows];
-        int row_count = 0;
+        Sums all[max_attention_heads * max_attention_rows];
+        float tops[max_attention_heads * max_attention_rows];
+        int row_count = 0;  // of a head
         for (int i = 0; i < query_count; ++i) {
             cursors[i].begin(queries[i].mask, keys.cells);
             cursors[i].skip(first * attention_segment);
             row_count += queries[i].count;
         }
-        for (int r = 0; r < row_count; ++r) {
+        const int row_total = head_count * row_count;
+        const Scratch scratch(memory, keys.DK, keys.DV, row_total);
+        for (int r = 0; r < row_total; ++r) {
             all[r] = {-INFINITY, 0.0f};
             tops[r] = -INFINITY;
         }
-        if (!partials) std::memset(scratch.all, 0, static_cast<size_t>(row_count * columns) * 4);
+        if (!parts) std::memset(scratch.all, 0, static_cast<size_t>(row_total * columns) * 4);
         if (columns != keys.DV)  // what pads a row to whole vectors
             std::memset(scratch.values, 0, static_cast<size_t>(shared_cells * value_stride(keys.DV)) * 4);
 
@@ -515,34 +518,44 @@ struct Attention {
                 any = true;
                 const int group_count = form_groups(slices, query_count, groups, group_of);
                 for (int g = 0; g < group_count; ++g)
-                    step(keys, queries, query_count, rows, scratch, slices, groups, group_count, group_of, g, tops, seen);
+                    for (int h = 0; h < head_count; ++h) {
+                        Scratch own = scratch;
+                        own.sums += h * row_count * columns;
+                        own.totals += h * row_count * W;
+                        step(heads[h], queries, query_count, own, slices, groups, group_count, group_of, g,
+                             tops + h * row_count, seen);
+                    }
                 for (int i = 0; i < query_count; ++i)
                     if (slices[i].count)
                         for (int r = queries[i].first; r < queries[i].first + queries[i].count; ++r) seen[r] = true;
             }
-            for (int r = 0; r < row_count; ++r) {
-                const Sums found = {tops[r], seen[r] ? V::sum_of(V::load_float(scratch.totals + r * W)) : 0.0f};
-                if (partials) {
-                    float * to = partials + (r * segments + segment) * partial_floats(keys.DV);
-                    to[0] = seen[r] ? 1.0f : 0.0f;
-                    if (!seen[r]) continue;
+            for (int r = 0; r < row_total; ++r) {
+                const int head = r / row_count, row = r % row_count;
+                const Sums found = {tops[r], seen[row] ? V::sum_of(V::load_float(scratch.totals + r * W)) : 0.0f};
+                if (parts) {
+                    float * to = heads[head].partials + (row * segments + segment) * partial_floats(keys.DV);
+                    to[0] = seen[row] ? 1.0f : 0.0f;
+                    if (!seen[row]) continue;
                     to[1] = found.top;
                     to[2] = found.total;
                     std::memcpy(to + 16, scratch.sums + r * columns, static_cast<size_t>(columns) * 4);
-                } else if (seen[r]) {
+                } else if (seen[row]) {
                     join(all[r], scratch.all + r * columns, found, scratch.sums + r * columns, columns);
                 }
             }
             if (last < 0 && !any) break;
         }
-        if (!partials)
-            for (int r = 0; r < row_count; ++r) finish(rows[r], all[r], scratch.all + r * columns, keys.DV);
+        if (!parts)
+            for (int r = 0; r < row_total; ++r)
+                finish(heads[r / row_count].rows[r % row_count], all[r], scratch.all + r * columns, keys.DV);
     }
 
-    // one block of a group's queries
-    static void step(const AttentionKeys & keys, const AttentionQuery * queries, int query_count, const AttentionRow * rows,
-                     const Scratch & scratch, const Slice * slices, const Group * groups, int group_count,
+    // one block of a group's queries and a head
+    static void step(const AttentionHead & head, const AttentionQuery * queries, int query_count, const Scratch & scratch,
+                     const Slice * slices, const Group * groups, int group_count,
                      const int * group_of, int g, float * tops, const bool * seen) {
+        const AttentionKeys & keys = head.keys;
+        const AttentionRow * rows = head.rows;
         const Group & group = groups[g];
         const int64_t columns = padded_columns(keys.DV), stride = value_stride(keys.DV);
         const uint8_t * at[shared_cells + 8];
@@ -611,7 +624,7 @@ struct Attention {
 
     static void merge(const AttentionKeys & keys, const AttentionRow & row, const float * partials, int64_t segments,
                       uint8_t * memory) {
-        const Scratch scratch(memory, keys.DK, keys.DV);
+        const Scratch scratch(memory, keys.DK, keys.DV, 1);
         const int64_t columns = padded_columns(keys.DV);
         Sums all = {-INFINITY, 0.0f};
         std::memset(scratch.all, 0, static_cast<size_t>(columns) * 4);
