@@ -1,9 +1,10 @@
 """The self-test's part on attention.
 
-ggml's own graph code computes each case twice, by stock llama.cpp and by the plug-in. They must agree closely where
-stock sums in 32 bits and does not round the queries (whole numbers survive its rounding), and as well as rounding
-allows elsewhere. And a token must be bitwise the same alone, in any part of the batch, on any number of threads, with
-its cells moved to other places of the cache, and whatever the cells that its mask closes hold, even NaN.
+ggml's own graph code computes each case twice, by stock llama.cpp and by the plug-in. They must agree
+closely where stock sums in 32 bits and does not round the queries (whole numbers survive its rounding), and
+as well as rounding allows elsewhere. And a token must be bitwise the same alone, in any part of the batch, on
+any number of threads, with its cells moved to other places of the cache, and whatever the cells that its mask
+closes hold, even NaN.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class _Case:
     tolerance: float = 2e-5
 
     def __str__(self) -> str:
-        more = f"{', biased' if self.max_bias else ''}{', capped' if self.cap else ''}{', sinks' if self.sinks else ''}"
-        return f"{self.tokens} tokens, {self.keys} and {self.values}, {self.columns[0]} columns, {self.mask} mask{more}"
+        more = [name for name in ("max_bias", "cap", "sinks") if getattr(self, name)]
+        kind = f"{self.keys} and {self.values}, {self.columns[0]} columns"
+        return ", ".join([f"{self.tokens} tokens", kind, f"mask: {self.mask}", *more])
 
 
 _CASES = (

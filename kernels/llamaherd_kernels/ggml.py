@@ -213,8 +213,15 @@ class Attention:
         ggml.ggml_backend_cpu_set_n_threads(self._backend, threads)
 
     def set(self, q: Any, k: Any, v: Any, mask: Any = None, sinks: Any = None) -> None:
-        """float32 numpy arrays: q [streams, tokens, heads, columns]; k, v [streams, cells, heads of keys, columns];
-        float16 mask [streams or 1, heads or 1, tokens, cells]; float32 sinks [heads]."""
+        """Fill it.
+
+        Args:
+            q: float32 [streams, tokens, heads, columns].
+            k: float32 [streams, cells, heads of keys, columns]; v likewise.
+            v: see k.
+            mask: float16 [streams or 1, heads or 1, tokens, cells].
+            sinks: float32 [heads].
+        """
         import numpy as np
 
         put = self._ggml.ggml_backend_tensor_set

@@ -137,8 +137,10 @@ def compare_attention(
     threads: int,
     seconds: float = 0.5,
 ) -> Iterator[AttentionMeasured]:
-    """Measure (kind, tokens, depth) in turns, after enable(). Caches of 16 layers take turns too, as in a model:
-    what one layer needs is not where the last one left it.
+    """Measure (kind, tokens, depth) in turns, after enable().
+
+    Caches of 16 layers take turns too, as in a model: what one needs is not in the CPU's caches already. Not
+    so for "prefill".
 
     Args:
         cases: kinds as in ``AttentionMeasured``.

@@ -1,4 +1,4 @@
-"""``python -m llamaherd_kernels.selftest LEVEL TYPE... [attention]``: is what the plug-in computes right here?
+"""``python -m llamaherd_kernels.selftest LEVEL TYPE... [attention]``: does the plug-in compute right?
 
 Run in a process of its own, because what is wrong may kill it. Prints JSON: the types that passed.
 Each type's products are computed by ggml's own graph code, with the weights in its stock buffer and

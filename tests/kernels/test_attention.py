@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("llamaherd_kernels", reason="pip install ./kernels")
 from llamaherd_kernels import ggml as graphs
-from llamaherd_kernels.library import CACHE_TYPES, available_levels, levels
-
+from llamaherd_kernels.library import available_levels, levels
 from tests.kernels.attention_reference import attend, inputs, reference
 from tests.kernels.test_enabling import needs_level, run
 
