@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py                              # all types, two shapes
     python benchmarks/kernels.py --types Q4_1 Q6_K --shapes 4096x4096 --rows 1 8 512
+    python benchmarks/kernels.py --attention                  # attention beside stock's
     python benchmarks/kernels.py --models                     # end to end: SmolLM2 in several types
 
 Stock is measured on its best path (its repacked layout where it has one). Both run on ggml's own threads, in turns;
@@ -54,12 +55,22 @@ def main() -> None:
     parser.add_argument("--level", help="instruction set; default: the best that passes its self-test")
     parser.add_argument("--rounds", type=int, default=3, help="of whole models")
     parser.add_argument("--models", action="store_true", help="whole models instead of products")
+    parser.add_argument("--attention", action="store_true", help="attention instead of products")
+    parser.add_argument("--cache", nargs="+", default=["F16", "Q8_0"], help="types of keys and values")
+    parser.add_argument("--heads", nargs="+", default=["9/3x64", "32/8x128"], help="queries/keys x columns")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
+        if os.environ["LLAMAHERD_KERNELS"] != "off":
+            import llamaherd_kernels
+
+            attention = os.environ["LLAMAHERD_BENCHMARK_ATTENTION"] == "on"
+            llamaherd_kernels.enable(level=options.level, attention=attention)
         print(json.dumps(measure_model(Path(options.one), options.threads)))
     elif options.models:
         compare_models(options)
+    elif options.attention:
+        compare_attention(options)
     else:
         compare_products(options)
 
@@ -89,24 +100,68 @@ def compare_products(options: argparse.Namespace) -> None:
         )
 
 
+def compare_attention(options: argparse.Namespace) -> None:
+    import llamaherd_kernels
+    from llamaherd_kernels.measure import compare_attention as compare
+
+    status = llamaherd_kernels.enable(level=options.level)
+    print(
+        f"{status.level or status.reason}, {options.threads} threads; GFLOPS: of what tokens see, in 32 bits"
+    )
+    if not status.attention:
+        sys.exit(f"the plug-in does not take attention here: {status.reason}")
+    print(
+        f"{'cache':7}{'heads':10}{'work':9}{'tokens':>7}{'depth':>7}{'stock':>11}{'ours':>11}{'ratio':>7}{'GFLOPS':>8}"
+    )
+    cases = (
+        ("prefill", 512, 512),
+        ("prefill", 512, 2048),
+        ("prefill", 1, 2048),
+        ("forks", 8, 2048),
+        ("forks", 16, 2048),
+        ("apart", 8, 512),
+    )
+    for heads in options.heads:
+        counts, columns = heads.split("x")
+        both = tuple(map(int, counts.split("/")))
+        for cache in options.cache:
+            for m in compare(
+                cases,
+                columns=int(columns),
+                heads=both,
+                cache=cache,
+                threads=options.threads,
+                seconds=options.seconds,
+            ):
+                print(
+                    f"{cache:7}{heads:10}{m.kind:9}{m.tokens:7}{m.depth:7}{m.stock * 1e6:9.0f}us{m.ours * 1e6:9.0f}us"
+                    f"{m.ratio:7.2f}{m.gflops:8.1f}",
+                    flush=True,
+                )
+
+
 MODEL_TYPES = ["Q4_0", "Q4_1", "Q8_0", "Q4_K_M", "Q6_K", "BF16"]
 
 
 def compare_models(options: argparse.Namespace) -> None:
-    """SmolLM2 in several types; each measurement in a process of its own, stock and ours in turns."""
+    """SmolLM2 in several types; each measurement in a process of its own, in turns.
+
+    "products": with stock's attention.
+    """
     from llamaherd.demo import demo_model
     from llamaherd.engine.quantize import quantize
 
     with tempfile.TemporaryDirectory() as folder:
         print(
-            f"{'type':8}{'what':>12}{'stock':>9}{'ours':>9}{'ratio':>7}   tokens/s, {options.threads} threads"
+            f"{'type':8}{'what':>22}{'stock':>9}{'products':>9}{'ours':>9}{'to stock':>10}{'to products':>13}"
+            f"   tokens/s, {options.threads} threads"
         )
         for name in options.types or MODEL_TYPES:
             path = demo_model()
             if name != "Q4_1":
                 path = Path(folder) / f"{name}.gguf"
                 quantize(demo_model(), path, name.lower())
-            found: dict[str, list[dict[str, float]]] = {"off": [], "require": []}
+            found: dict[str, list[dict[str, float]]] = {"off": [], "products": [], "require": []}
             for _ in range(options.rounds):
                 for mode in found:
                     command = [
@@ -116,24 +171,39 @@ def compare_models(options: argparse.Namespace) -> None:
                         str(path),
                         "--threads",
                         str(options.threads),
+                        *(["--level", options.level] if options.level else []),
                     ]
                     run = subprocess.run(
                         command,
-                        env={**os.environ, "LLAMAHERD_KERNELS": mode},
+                        env={
+                            **os.environ,
+                            "LLAMAHERD_KERNELS": "require" if mode == "products" else mode,
+                            "LLAMAHERD_BENCHMARK_ATTENTION": "off" if mode == "products" else "on",
+                        },
                         capture_output=True,
                         text=True,
                         check=True,
                     )
                     found[mode].append(json.loads(run.stdout.splitlines()[-1]))
             for what in found["off"][0]:
-                stock, ours = (statistics.median(run[what] for run in found[mode]) for mode in found)
-                print(f"{name:8}{what:>12}{stock:9.0f}{ours:9.0f}{ours / stock:7.2f}", flush=True)
+                stock, products, ours = (
+                    statistics.median(run[what] for run in found[mode]) for mode in found
+                )
+                print(
+                    f"{name:8}{what:>22}{stock:9.0f}{products:9.0f}{ours:9.0f}{ours / stock:10.2f}{ours / products:13.2f}",
+                    flush=True,
+                )
             if path != demo_model():
                 path.unlink()
 
 
+DEPTHS = (32, 2048)
+TOGETHER = (1, 8, 16)
+STEPS = 12
+
+
 def measure_model(path: Path, threads: int) -> dict[str, float]:
-    """Tokens a second: prefill of 512; one sequence and eight in decode, after a prompt of 32."""
+    """Tokens a second: prefill of 512 and 2048; sequences that decode together after a prompt that they share."""
     from llamaherd import Context, Model
     from llamaherd.engine.protocol import Batch
 
@@ -153,29 +223,38 @@ def measure_model(path: Path, threads: int) -> dict[str, float]:
             model,
             n_ctx=4096,
             n_batch=512,
-            n_seq_max=8,
+            n_seq_max=max(TOGETHER),
             n_threads=threads,
             n_threads_batch=threads,
             kv_unified=True,
         ) as context,
     ):
-        found: dict[str, list[float]] = {"prefill": [], "decode 1": [], "decode 8": []}
-        for _ in range(3):
+
+        def prefill(n: int) -> int:
             context.memory.clear()
             root = context.memory.allocate()
-            start = clock()
-            context.decode(batch(list(range(512)), [root] * 512))
-            found["prefill"].append(512 / (clock() - start))
-            for n in (1, 8):
-                context.memory.clear()
-                root = context.memory.allocate()
-                context.decode(batch(list(range(32)), [root] * 32))
-                sequences = [root, *(context.memory.fork(root) for _ in range(1, n))]
+            for at in range(0, n, 512):
+                context.decode(batch(list(range(at, min(at + 512, n))), [root] * min(512, n - at)))
+            return root
+
+        found: dict[str, list[float]] = {}
+        for _ in range(2):
+            for n in (512, 2048):
                 start = clock()
-                for step in range(24):
-                    context.decode(batch([32 + step] * n, sequences))
-                found[f"decode {n}"].append(24 * n / (clock() - start))
-        return {what: statistics.median(values[1:]) for what, values in found.items()}
+                prefill(n)
+                found.setdefault(f"prefill {n}", []).append(n / (clock() - start))
+            for depth in DEPTHS:
+                root = prefill(depth)
+                for n in TOGETHER:
+                    forks = [context.memory.fork(root) for _ in range(1, n)]
+                    start = clock()
+                    for step in range(STEPS):
+                        context.decode(batch([depth + step] * n, [root, *forks]))
+                    found.setdefault(f"decode {n}, depth {depth}", []).append(STEPS * n / (clock() - start))
+                    for fork in forks:
+                        context.memory.release(fork)
+                    context.memory.trim(root, depth)
+        return {what: max(values) for what, values in found.items()}
 
 
 if __name__ == "__main__":

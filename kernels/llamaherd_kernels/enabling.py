@@ -45,6 +45,7 @@ class Status:
         active: the plug-in computes.
         level: its instruction set, or "".
         types: the weight types that it takes.
+        attention: it computes attention too.
         reason: why it is not active, or what is left to stock; "" if there is nothing to say.
     """
 
@@ -52,6 +53,7 @@ class Status:
     level: str = ""
     types: tuple[str, ...] = ()
     reason: str = ""
+    attention: bool = False
 
 
 _status = Status(False, reason="not enabled")
@@ -62,7 +64,7 @@ def status() -> Status:
     return _status
 
 
-def enable(types: tuple[str, ...] | None = None, level: str | None = None) -> Status:
+def enable(types: tuple[str, ...] | None = None, level: str | None = None, attention: bool = True) -> Status:
     """Make llama.cpp use the plug-in for models that are loaded from now on.
 
     Call it before the first model is loaded: llama.cpp makes its list of buffer types then, once. A second
@@ -71,22 +73,24 @@ def enable(types: tuple[str, ...] | None = None, level: str | None = None) -> St
     Args:
         types: weight types to take; default: those that are faster than stock (``FASTER``).
         level: instruction set; default: the best that this CPU has and whose self-test passes.
+        attention: take attention too, if its self-test passes.
     """
     global _status
     if _status.active:
         return _status
     try:
-        _status = _enable(types, level)
+        _status = _enable(types, level, attention)
     except Exception as error:
         _status = Status(False, reason=f"{type(error).__name__}: {error}")
     if _status.active:
-        LOGGER.info("llama.cpp uses %s kernels for %s", _status.level, ", ".join(_status.types))
+        what = [*_status.types, *(["attention"] if _status.attention else [])]
+        LOGGER.info("llama.cpp uses %s kernels for %s", _status.level, ", ".join(what))
     else:
         LOGGER.warning("stock llama.cpp kernels: %s", _status.reason)
     return _status
 
 
-def _enable(types: tuple[str, ...] | None, level: str | None) -> Status:
+def _enable(types: tuple[str, ...] | None, level: str | None, attention: bool) -> Status:
     if platform.system() != "Linux":
         return Status(False, reason=f"not tried on {platform.system()}")
     here = available_levels()
@@ -108,21 +112,24 @@ def _enable(types: tuple[str, ...] | None, level: str | None) -> Status:
         from llama_cpp import llama_cpp
 
         bits = sum(1 << TYPES[kind] for kind in passed)
-        problem = load().llamaherd_kernels_install(llama_cpp._lib._handle, name.encode(), bits).decode()
+        attends = attention and "attention" in result["passed"]
+        install, handle = load().llamaherd_kernels_install, llama_cpp._lib._handle
+        problem = install(handle, name.encode(), bits, int(attends)).decode()
         if problem:
             return Status(False, reason=problem)
         failed = result.get("failed", {})
-        return Status(True, name, passed, "; ".join(f"{kind}: {why}" for kind, why in failed.items()))
+        reason = "; ".join(f"{kind}: {why}" for kind, why in failed.items())
+        return Status(True, name, passed, reason, attends)
     return Status(
         False, reason="; ".join(reasons) or "this CPU has none of the instruction sets that are built in"
     )
 
 
-def counts() -> tuple[int, int]:
-    """Tensors packed and products computed by the plug-in, in this process."""
-    found = (ctypes.c_int64 * 2)()
+def counts() -> tuple[int, int, int]:
+    """Tensors packed, products and attention computed by the plug-in, in this process."""
+    found = (ctypes.c_int64 * 3)()
     load().llamaherd_kernels_counts(found)
-    return found[0], found[1]
+    return found[0], found[1], found[2]
 
 
 def _self_test(level: str) -> dict[str, Any]:
@@ -148,7 +155,7 @@ def _self_test(level: str) -> dict[str, Any]:
 def _run_self_test(level: str) -> dict[str, Any]:
     environment = {**os.environ, "LLAMAHERD_KERNELS": "off"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-m", "llamaherd_kernels.selftest", level, *TYPES]
+    command = [sys.executable, "-m", "llamaherd_kernels.selftest", level, *TYPES, "attention"]
     try:
         run = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=_TEST_SECONDS, check=False

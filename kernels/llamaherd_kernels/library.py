@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TYPES", "available_levels", "levels", "library_path", "load"]
+__all__ = ["CACHE_TYPES", "TYPES", "available_levels", "levels", "library_path", "load"]
 
 TYPES = {
     "Q4_0": 2,
@@ -28,6 +28,9 @@ TYPES = {
     "BF16": 30,
 }
 """Weight types that have kernels, by their number in ggml."""
+
+CACHE_TYPES = {"F16": 1, "Q8_0": 8, "BF16": 30, "F32": 0}
+"""Types of keys and values that attention takes, by their number in ggml."""
 
 
 def library_path() -> Path:
@@ -49,7 +52,9 @@ def load() -> Any:
     for name, result, arguments in (
         ("levels", text, []),
         ("runs", integer, [text]),
-        ("install", text, [pointer, text, ctypes.c_uint64]),
+        ("install", text, [pointer, text, ctypes.c_uint64, integer]),
+        ("take_attention", integer, [integer]),
+        ("attend", integer, [text, pointer, integer]),
         ("counts", None, [ctypes.POINTER(wide)]),
         ("packed_bytes", ctypes.c_size_t, [text, integer, wide, wide]),
         ("pack", None, [text, integer, wide, wide, pointer, pointer]),

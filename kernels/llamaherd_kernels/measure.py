@@ -1,4 +1,4 @@
-"""Products of the plug-in beside stock llama.cpp's, on ggml's own threads, in turns."""
+"""Products and attention of the plug-in beside stock llama.cpp's, on ggml's own threads, in turns."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import ggml as graphs
-from .library import TYPES, load
+from .library import CACHE_TYPES, TYPES, load
 
-__all__ = ["Measured", "compare_products", "peak_gops", "read_gigabytes"]
+__all__ = [
+    "AttentionMeasured",
+    "Measured",
+    "compare_attention",
+    "compare_products",
+    "peak_gops",
+    "read_gigabytes",
+]
 
 _WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 
@@ -92,6 +99,104 @@ def compare_products(
                 ours = found.pop("LLAMAHERD")
                 path, stock = next(iter(found.items()))
                 yield Measured(name, k, n, count, stock, ours, path, len(weights))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMeasured:
+    """Attention of one layer, in seconds (medians).
+
+    Attributes:
+        tokens: in the batch.
+        depth: cells that the last token sees.
+        kind: "prefill" (one text), "forks" (texts that share all but their last 16 cells) or "apart".
+        gflops: products and additions of cells that tokens see, 10^9 a second, by the plug-in.
+    """
+
+    kind: str
+    tokens: int
+    depth: int
+    columns: int
+    heads: tuple[int, int]
+    cache: str
+    stock: float
+    ours: float
+    gflops: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as stock."""
+        return self.stock / self.ours
+
+
+def compare_attention(
+    cases: tuple[tuple[str, int, int], ...],
+    *,
+    columns: int = 64,
+    heads: tuple[int, int] = (9, 3),
+    cache: str = "F16",
+    threads: int,
+    seconds: float = 0.5,
+) -> Iterator[AttentionMeasured]:
+    """Measure (kind, tokens, depth) in turns, after enable().
+
+    Caches of 16 layers take turns too, as in a model: what one needs is not in the CPU's caches already. Not
+    so for "prefill".
+
+    Args:
+        cases: kinds as in ``AttentionMeasured``.
+        columns: of a head.
+        heads: of queries, and of keys and values.
+        cache: type of keys and values, of ``CACHE_TYPES``.
+        threads: of the CPU backend.
+        seconds: for each measurement.
+    """
+    import numpy as np
+
+    ggml = graphs.bind()
+    random = np.random.default_rng(0)
+    for kind, tokens, depth in cases:
+        cells = depth * tokens if kind == "apart" else depth + (16 * tokens if kind == "forks" else 0)
+        cells = (cells + 255) // 256 * 256
+        token, cell = np.arange(tokens)[:, None], np.arange(cells)[None]
+        if kind == "prefill":
+            seen = cell <= depth - tokens + token
+        elif kind == "forks":
+            seen = (cell < depth - 16) | ((cell % tokens == token) & (cell < depth - 16 + 16 * tokens))
+        else:
+            seen = cell // depth == token
+        mask = np.where(seen, 0, -np.inf).astype(np.float16)[None, None]
+        layers = []
+        try:
+            for _ in range(1 if kind == "prefill" else 16):
+                number = CACHE_TYPES[cache]
+                layer = graphs.Attention(
+                    ggml,
+                    (number, number),
+                    (1, tokens, *heads, cells),
+                    (columns, columns),
+                    scale=columns**-0.5,
+                    threads=threads,
+                )
+                layers.append(layer)
+                q = random.standard_normal((1, tokens, heads[0], columns)).astype(np.float32)
+                k, v = (random.standard_normal((1, cells, heads[1], columns), np.float32) for _ in range(2))
+                layer.set(q, k, v, mask)
+
+            def compute(ours: bool, layers: list[graphs.Attention] = layers) -> None:
+                before = load().llamaherd_kernels_take_attention(int(ours))
+                for layer in layers:
+                    layer.compute()
+                load().llamaherd_kernels_take_attention(before)
+
+            clock = time.process_time if threads == 1 else time.perf_counter
+            calls = {"stock": lambda: compute(False), "ours": lambda: compute(True)}
+            found = _interleaved(calls, seconds, clock)
+        finally:
+            for layer in layers:
+                layer.close()
+        stock, ours = (found[path] / len(layers) for path in ("stock", "ours"))
+        gflops = 4e-9 * columns * heads[0] * int(seen.sum()) / ours
+        yield AttentionMeasured(kind, tokens, depth, columns, heads, cache, stock, ours, gflops)
 
 
 def peak_gops(level: str, threads: int) -> float:

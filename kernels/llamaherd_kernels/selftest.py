@@ -1,11 +1,11 @@
-"""``python -m llamaherd_kernels.selftest LEVEL TYPE...``: are the plug-in's products right on this machine?
+"""``python -m llamaherd_kernels.selftest LEVEL TYPE... [attention]``: does the plug-in compute right?
 
 Run in a process of its own, because what is wrong may kill it. Prints JSON: the types that passed.
 Each type's products are computed by ggml's own graph code, with the weights in its stock buffer and
 in ours, also for experts. They must agree with stock: closely where the activations are whole
 numbers, which eight bits hold exactly, and as well as rounding allows for others. And a row must be
 bitwise the same alone, among any number of others (every shape of a tile), anywhere in the batch,
-on any number of threads, and as an expert's.
+on any number of threads, and as an expert's. attention_test.py says what is asked of attention.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 from . import ggml as graphs
+from .attention_test import test_attention
 from .library import TYPES, load
 
 __all__ = ["main"]
@@ -28,14 +29,18 @@ def main(arguments: list[str]) -> int:
     """Test a level; the exit status is 0 if the test could be run."""
     level, names = arguments[0], arguments[1:]
     ggml = graphs.bind()
-    types = sum(1 << TYPES[name] for name in names)
-    problem = load().llamaherd_kernels_install(ggml._handle, level.encode(), types).decode()
+    types = sum(1 << TYPES[name] for name in names if name in TYPES)
+    problem = (
+        load()
+        .llamaherd_kernels_install(ggml._handle, level.encode(), types, int("attention" in names))
+        .decode()
+    )
     if problem:
         print(json.dumps({"problem": problem}))
         return 0
     passed, failed = [], {}
     for name in names:
-        problem = _test(ggml, TYPES[name])
+        problem = test_attention(ggml) if name == "attention" else _test(ggml, TYPES[name])
         if problem:
             failed[name] = problem
         else:

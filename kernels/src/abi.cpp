@@ -74,10 +74,29 @@ const char * tensors(void * context) {
     if (sparse->src[0] != w || sparse->src[1] != x3 || sparse->src[2] != ids || sparse->src[3])
         return fail("MUL_MAT_ID's sources are in another order");
     if (!is(dense, type_f32, 5, 5, 1) || !is(sparse, type_f32, 16, 2, 5)) return fail("a product has another shape");
-    operations = {w->op, dense->op, sparse->op};
+    operations = {w->op, dense->op, sparse->op, -1};
     if (std::strcmp(ggml.op_name(w->op), "NONE") != 0 || std::strcmp(ggml.op_name(dense->op), "MUL_MAT") != 0 ||
         std::strcmp(ggml.op_name(sparse->op), "MUL_MAT_ID") != 0)
         return fail("ggml_tensor's operation lies elsewhere");
+    return "";
+}
+
+const char * attention_tensors(void * context) {
+    Tensor * q = ggml.new_tensor_4d(context, type_f32, 64, 5, 6, 2);
+    Tensor * k = ggml.new_tensor_4d(context, type_f16, 64, 16, 3, 2);
+    Tensor * v = ggml.new_tensor_4d(context, type_f16, 32, 16, 3, 2);
+    Tensor * mask = ggml.new_tensor_4d(context, type_f16, 16, 5, 1, 1);
+    Tensor * sinks = ggml.new_tensor_2d(context, type_f32, 6, 1);
+    Tensor * op = ggml.flash_attn_ext(context, q, k, v, mask, 0.5f, 2.0f, 3.0f);
+    ggml.flash_attn_ext_add_sinks(op, sinks);
+    if (std::strcmp(ggml.op_name(op->op), "FLASH_ATTN_EXT") != 0) return fail("attention is another operation");
+    if (op->src[0] != q || op->src[1] != k || op->src[2] != v || op->src[3] != mask || op->src[4] != sinks || op->src[5])
+        return fail("attention's sources are in another order");
+    const float expected[3] = {0.5f, 2.0f, 3.0f};
+    if (std::memcmp(op->op_params, expected, sizeof expected) != 0) return fail("attention's numbers lie elsewhere");
+    if (op->type != type_f32 || op->ne[0] != 32 || op->ne[1] != 6 || op->ne[2] != 5 || op->ne[3] != 2)
+        return fail("attention's result has another shape");
+    operations.attention = op->op;
     return "";
 }
 
@@ -107,6 +126,17 @@ const char * bind(void * handle) {
     const char * wrong = tensors(context);
     ggml.free(context);
     return *wrong ? wrong : buffers();
+}
+
+const char * bind_attention(void * handle) {
+    if (!look_up(handle, "ggml_new_tensor_4d", ggml.new_tensor_4d) ||
+        !look_up(handle, "ggml_flash_attn_ext", ggml.flash_attn_ext) ||
+        !look_up(handle, "ggml_flash_attn_ext_add_sinks", ggml.flash_attn_ext_add_sinks))
+        return problem;
+    void * context = ggml.init({1 << 16, nullptr, true});
+    const char * wrong = attention_tensors(context);
+    ggml.free(context);
+    return wrong;
 }
 
 }  // namespace llamaherd

@@ -6,6 +6,9 @@
 #include <sys/auxv.h>
 #endif
 
+#include <pthread.h>
+
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -83,9 +86,36 @@ int llamaherd_kernels_runs(const char * name) {
     return !std::strncmp(name, "emulated", 8);
 }
 
-const char * llamaherd_kernels_install(void * handle, const char * name, uint64_t types) {
+const char * llamaherd_kernels_install(void * handle, const char * name, uint64_t types, int attention) {
     const Level * level = find(name);
-    return level ? install(handle, *level, types) : "no such level";
+    return level ? install(handle, *level, types, attention != 0) : "no such level";
+}
+
+int llamaherd_kernels_take_attention(int wanted) { return take_attention(wanted != 0); }
+
+int llamaherd_kernels_attend(const char * name, const AttentionOperation * operation, int threads) {
+    const Level * level = find(name);
+    if (!level || threads < 1 || !attention_fits(*operation)) return 0;
+    struct Pool {
+        pthread_barrier_t barrier;
+        std::atomic<int> chunk{0};
+    } pool;
+    pthread_barrier_init(&pool.barrier, nullptr, static_cast<unsigned>(threads));
+    const size_t size = attention_work_size(*level, threads, *operation);
+    std::vector<uint8_t> memory(size);
+    const auto work = [&](int i) {
+        const AttentionTeam team = {i, threads, &pool,
+                                    [](void * p) { pthread_barrier_wait(&static_cast<Pool *>(p)->barrier); },
+                                    [](void * p, int value) { static_cast<Pool *>(p)->chunk = value; },
+                                    [](void * p, int value) { return static_cast<Pool *>(p)->chunk.fetch_add(value); }};
+        attention(*level, team, *operation, memory.data(), size);
+    };
+    std::vector<std::thread> others;
+    for (int i = 1; i < threads; ++i) others.emplace_back(work, i);
+    work(0);
+    for (std::thread & other : others) other.join();
+    pthread_barrier_destroy(&pool.barrier);
+    return 1;
 }
 
 void llamaherd_kernels_counts(int64_t * out) { counts(out); }

@@ -3,10 +3,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention.h"
 #include "level.h"
 
 namespace llamaherd {
-const char * install(void * handle, const Level & level, uint64_t types);
+const char * install(void * handle, const Level & level, uint64_t types, bool with_attention);
+bool take_attention(bool wanted);
 void counts(int64_t * out);
 }  // namespace llamaherd
 
@@ -17,8 +19,13 @@ LLAMAHERD_API const char * llamaherd_kernels_levels();
 // 1 if this CPU has the level's instructions
 LLAMAHERD_API int llamaherd_kernels_runs(const char * level);
 // "" or why not. handle: dlopen's, of libllama; types: one bit for each ggml_type
-LLAMAHERD_API const char * llamaherd_kernels_install(void * handle, const char * level, uint64_t types);
-// tensors packed, products computed
+LLAMAHERD_API const char * llamaherd_kernels_install(void * handle, const char * level, uint64_t types, int attention);
+// after install: take attention (1) or leave it to llama.cpp (0), between two computations; what it was before
+LLAMAHERD_API int llamaherd_kernels_take_attention(int wanted);
+// attention on threads of its own; 0 if it is not of a kind that the kernels compute
+LLAMAHERD_API int llamaherd_kernels_attend(const char * level, const llamaherd::AttentionOperation * operation,
+                                           int threads);
+// tensors packed, products computed, attention computed
 LLAMAHERD_API void llamaherd_kernels_counts(int64_t * out);
 // bytes of packed weights, or 0: the level has no such kernel, or K is no multiple of its block
 LLAMAHERD_API size_t llamaherd_kernels_packed_bytes(const char * level, int type, int64_t K, int64_t N);

@@ -10,7 +10,7 @@ struct ggml_backend_buffer;
 
 namespace llamaherd {
 
-enum { type_f32 = 0, type_i32 = 26 };
+enum { type_f32 = 0, type_f16 = 1, type_i32 = 26 };
 enum { usage_weights = 1 };
 
 struct Tensor {
@@ -111,6 +111,10 @@ struct Ggml {
     Tensor * (*view_2d)(void * context, Tensor *, int64_t, int64_t, size_t, size_t);
     Tensor * (*mul_mat)(void * context, Tensor *, Tensor *);
     Tensor * (*mul_mat_id)(void * context, Tensor *, Tensor *, Tensor *);
+    Tensor * (*new_tensor_4d)(void * context, int type, int64_t, int64_t, int64_t, int64_t);
+    Tensor * (*flash_attn_ext)(void * context, Tensor * q, Tensor * k, Tensor * v, Tensor * mask, float scale,
+                               float max_bias, float cap);
+    void (*flash_attn_ext_add_sinks)(Tensor *, Tensor * sinks);
     size_t (*tensor_overhead)();
     size_t (*nbytes)(const Tensor *);
     const char * (*op_name)(int op);
@@ -121,7 +125,7 @@ struct Ggml {
 
 // numbers of operations, read from the library
 struct Operations {
-    int none, mul_mat, mul_mat_id;
+    int none, mul_mat, mul_mat_id, attention;
 };
 
 extern Ggml ggml;
@@ -129,5 +133,7 @@ extern Operations operations;
 
 // fill ggml and operations from the library behind handle; "" or what is not as expected
 const char * bind(void * handle);
+// the same for attention, after bind
+const char * bind_attention(void * handle);
 
 }  // namespace llamaherd

@@ -27,11 +27,14 @@ struct Kernel {
                      int64_t M);
 };
 
+struct AttentionKernel;  // attention.h
+
 struct Level {
     const char * name;
     int columns;  // weight rows in a strip
     int count;
     const Kernel * kernels;
+    const AttentionKernel * attention;
 };
 
 extern const Level level_emulated8;   // what AVX2 does, in plain C++

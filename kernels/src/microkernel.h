@@ -7,6 +7,7 @@
 // Every element of the result is summed in one order, block by block, whatever M, the strip or the thread: results
 // are bitwise the same alone and in any batch.
 #pragma once
+#include "attention_kernel.h"
 #include "formats.h"
 #include "level.h"
 
@@ -494,4 +495,4 @@ struct Kernels {
     const llamaherd::Level llamaherd::level_##NAME = {                                                   \
         #NAME, SIMD::lanes * llamaherd::panels,                                                          \
         static_cast<int>(sizeof(llamaherd::Kernels<SIMD>::all) / sizeof(llamaherd::Kernel)),             \
-        llamaherd::Kernels<SIMD>::all}
+        llamaherd::Kernels<SIMD>::all, &llamaherd::Attention<SIMD>::kernel}

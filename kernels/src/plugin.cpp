@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "attention.h"
 #include "capi.h"
 #include "ggml_abi.h"
 #include "matmul.h"
@@ -19,7 +20,8 @@ namespace {
 
 const Level * level = nullptr;
 uint64_t types = 0;  // one bit a ggml_type
-std::atomic<int64_t> packed_tensors{0}, products{0};
+std::atomic<int64_t> packed_tensors{0}, products{0}, attentions{0};
+std::atomic<bool> takes_attention{false};
 
 const Kernel * kernel_of(const Tensor * w) {
     if (w->type < 0 || w->type >= 64 || !(types >> w->type & 1)) return nullptr;
@@ -124,10 +126,62 @@ struct Traits final : TensorTraits {
     }
 };
 
+AttentionOperation operation_of(const Tensor * t) {
+    AttentionOperation op = {};
+    const Tensor *q = t->src[0], *k = t->src[1], *v = t->src[2], *mask = t->src[3];
+    const auto shape = [](const Tensor * from, int64_t * ne, int64_t * nb) {
+        for (int i = 0; i < 4; ++i) ne[i] = from->ne[i], nb[i] = static_cast<int64_t>(from->nb[i]);
+    };
+    shape(q, op.q_ne, op.q_nb);
+    shape(k, op.k_ne, op.k_nb);
+    shape(v, op.v_ne, op.v_nb);
+    if (mask) shape(mask, op.mask_ne, op.mask_nb);
+    op.q = q->data;
+    op.k = k->data;
+    op.v = v->data;
+    // while it is planned there may be no data yet, but there is a mask
+    op.mask = mask ? (mask->data ? mask->data : mask) : nullptr;
+    op.sinks = t->src[4] ? t->src[4]->data : nullptr;
+    op.out = t->data;
+    op.k_type = k->type;
+    op.v_type = v->type;
+    std::memcpy(&op.scale, t->op_params, 4);
+    std::memcpy(&op.max_bias, t->op_params + 1, 4);
+    std::memcpy(&op.cap, t->op_params + 2, 4);
+    return op;
+}
+
+bool ours_to_attend(const Tensor * op) {
+    if (op->op != operations.attention || !takes_attention.load(std::memory_order_relaxed)) return false;
+    const Tensor *q = op->src[0], *mask = op->src[3], *sinks = op->src[4];
+    return q && op->src[1] && op->src[2] && q->type == type_f32 && op->type == type_f32 &&
+           (!mask || mask->type == type_f16) && (!sinks || (sinks->type == type_f32 && sinks->ne[0] == q->ne[2])) &&
+           !op->src[5] && attention_fits(operation_of(op));
+}
+
+struct AttentionTraits final : TensorTraits {
+    bool work_size(int threads, const Tensor * op, size_t & size) override {
+        size = attention_work_size(*level, threads, operation_of(op));
+        return true;
+    }
+    bool compute_forward(ComputeParams * params, Tensor * op) override {
+        if (params->ith == 0) attentions.fetch_add(1, std::memory_order_relaxed);
+        const AttentionTeam team = {params->ith, params->nth, params->threadpool, ggml.barrier, ggml.chunk_set,
+                                    ggml.chunk_add};
+        attention(*level, team, operation_of(op), params->wdata, params->wsize);
+        return true;
+    }
+};
+
 struct Extra final : ExtraBufferType {
     Traits traits;
+    AttentionTraits attention_traits;
     bool supports_op(void *, const Tensor * op) override { return supported(op); }
-    TensorTraits * get_tensor_traits(const Tensor * op) override { return ours(op) ? &traits : nullptr; }
+    // llama.cpp asks this for every operation, wherever its sources lie
+    TensorTraits * get_tensor_traits(const Tensor * op) override {
+        if (ours(op)) return &traits;
+        return ours_to_attend(op) ? &attention_traits : nullptr;
+    }
 };
 
 BufferType * buffer_type() {
@@ -150,7 +204,7 @@ bool is_first() {
 
 }  // namespace
 
-const char * install(void * handle, const Level & wanted, uint64_t enabled) {
+const char * install(void * handle, const Level & wanted, uint64_t enabled, bool with_attention) {
     if (level) return level == &wanted ? "" : "another level is already installed in this process";
     const char * wrong = bind(handle);
     if (*wrong) return wrong;
@@ -163,14 +217,23 @@ const char * install(void * handle, const Level & wanted, uint64_t enabled) {
     types = enabled;
     std::vector<BufferType *> & list = ggml.extra_buffer_types();
     list.insert(list.begin(), buffer_type());
-    if (is_first()) return "";
+    if (is_first()) {
+        // not an error: the products do without
+        if (with_attention && *bind_attention(handle) == 0) takes_attention = true;
+        return "";
+    }
     types = 0;  // in the list or not, nothing is taken
     return "a model was loaded before: llama.cpp made its list of buffer types, and ours cannot join it any more";
+}
+
+bool take_attention(bool wanted) {
+    return takes_attention.exchange(wanted && operations.attention >= 0 && level);
 }
 
 void counts(int64_t * out) {
     out[0] = packed_tensors;
     out[1] = products;
+    out[2] = attentions;
 }
 
 }  // namespace llamaherd

@@ -164,7 +164,7 @@ def test_a_missing_function_leaves_stock(tmp_path):
         import ctypes, json
         from llamaherd_kernels.library import available_levels, load
         libc = ctypes.CDLL("libc.so.6")
-        print(json.dumps(load().llamaherd_kernels_install(libc._handle, available_levels()[0].encode(), 4).decode()))
+        print(json.dumps(load().llamaherd_kernels_install(libc._handle, available_levels()[0].encode(), 4, 1).decode()))
     """
     assert "llama.cpp has no function" in run(code, str(tmp_path))
 
@@ -199,22 +199,183 @@ LOGITS = """
 @needs_level
 @pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "q4_k_m", "q6_k", "bf16"])
 def test_a_model_gives_bitwise_the_same_in_any_chunks_and_threads(cache, tmp_path, kind):
-    if not works(cache):
+    status = run(STATUS, cache, LLAMAHERD_KERNELS="on")
+    if not status["active"]:
         pytest.skip("no level passes its self-test here")
-    if kind == "bf16" and "BF16" not in run(STATUS, cache, LLAMAHERD_KERNELS="on")["types"]:
-        pytest.skip("stock computes 16-bit weights on this level")
+    if kind == "bf16" and "BF16" not in status["types"]:
+        pytest.skip("stock llama.cpp multiplies bf16 at this level")
     path = model_of(tmp_path, kind)
     then = """
         same = [bool(np.array_equal(prefill(chunks, threads), whole))
                 for chunks, threads in (([48], 1), ([1] * 48, 1), ([1] * 48, 2), ([5, 13, 30], 2), ([32, 16], 3))]
         print(json.dumps([same, counts()]))
     """
-    same, (tensors, products) = run(
+    same, (tensors, products, attentions) = run(
         LOGITS.format(path=str(path), then=then.strip()), cache, LLAMAHERD_KERNELS="require"
     )
     assert all(same)
+    assert attentions > 100
     assert tensors > 5, "no weights were taken"
     assert products > 100
+
+
+DEEP = """
+    import json
+    import numpy as np
+    from llamaherd import Context, Model
+    from llamaherd.engine.protocol import Batch
+
+    def decode(context, tokens, positions, sequences):
+        n = len(tokens)
+        return context.decode(Batch(np.array(tokens, np.int32), np.array(positions, np.int32),
+                                    np.array(sequences, np.int32), np.ones(n, bool))).copy()
+
+    def prefill(context, sequence, tokens, chunks, at=0):
+        rows = []
+        for n in chunks:
+            rows.append(decode(context, tokens[at:at + n], range(at, at + n), [sequence] * n))
+            at += n
+        return np.concatenate(rows)
+
+    def context_of(threads, unified=True, n_ctx=4096, cache="f16"):
+        return Context(model, n_ctx=n_ctx, n_batch=512, n_seq_max=8, n_threads=threads, n_threads_batch=threads,
+                       kv_unified=unified, type_k=cache, type_v=cache)
+
+    with Model.load({path!r}) as model:
+        random = np.random.default_rng(0)
+        texts = random.integers(3, 250, (8, 640)).tolist()
+        {then}
+"""
+
+
+@needs_level
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_any_chunks_at_depth_give_the_same_bits(cache, tmp_path, cache_type):
+    """Past 64 tokens a chunk, and past 512 cells, stock takes other ways."""
+    if not works(cache):
+        pytest.skip("no level passes its self-test here")
+    then = """
+        found = []
+        for threads, chunks in ((2, [512, 128]), (1, [512, 128]), (3, [64] * 10), (2, [100, 300, 63, 177]),
+                                (1, [1] * 640), (2, [512] + [1] * 128)):
+            with context_of(threads, cache={cache!r}) as context:
+                found.append(prefill(context, context.memory.allocate(), texts[0], chunks))
+        print(json.dumps([bool(np.array_equal(found[0], other)) for other in found]))
+    """.replace("{cache!r}", repr(cache_type))
+    path = model_of(tmp_path, "q4_1")
+    assert all(run(DEEP.format(path=str(path), then=then.strip()), cache, LLAMAHERD_KERNELS="require"))
+
+
+@needs_level
+def test_who_else_is_in_the_cache_changes_no_bit(cache, tmp_path):
+    """Eight texts that come in pieces, one after the other, and decode together; and each alone, in any cache."""
+    if not works(cache):
+        pytest.skip("no level passes its self-test here")
+    then = """
+        alone = []
+        for i, text in enumerate(texts):
+            with context_of(1 + i % 3, unified=i % 2 == 0) as context:
+                alone.append(prefill(context, context.memory.allocate(), text[:340], [300] + [1] * 40))
+        same = []
+        for unified in (True, False):
+            with context_of(2, unified, 8192) as context:
+                sequences = [context.memory.allocate() for _ in texts]
+                first = {i: [] for i in sequences}
+                for begin, n in ((0, 100), (100, 37), (137, 163)):
+                    for i, text in zip(sequences, texts):
+                        first[i].append(prefill(context, i, text, [n], begin))
+                for i, expected in zip(sequences, alone):
+                    same.append(np.array_equal(np.concatenate(first[i]), expected[:300]))
+                for at in range(300, 340):
+                    rows = decode(context, [text[at] for text in texts], [at] * 8, sequences)
+                    same += [np.array_equal(row, expected[at]) for row, expected in zip(rows, alone)]
+        print(json.dumps([bool(x) for x in same]))
+    """
+    path = model_of(tmp_path, "q4_1")
+    same = run(DEEP.format(path=str(path), then=then.strip()), cache, LLAMAHERD_KERNELS="require")
+    assert len(same) == 2 * (8 + 40 * 8)
+    assert all(same)
+
+
+@needs_level
+def test_forks_of_a_long_prompt_decode_as_if_alone(cache, tmp_path):
+    if not works(cache):
+        pytest.skip("no level passes its self-test here")
+    then = """
+        prompt = texts[0][:520]
+        with context_of(2) as context:
+            root = context.memory.allocate()
+            prefill(context, root, prompt, [512, 8])
+            sequences = [root, *(context.memory.fork(root) for _ in range(7))]
+            together = [decode(context, [text[at] for text in texts], [520 + at] * 8, sequences) for at in range(20)]
+        same = []
+        for i, text in enumerate(texts):
+            with context_of(1) as context:
+                rows = prefill(context, context.memory.allocate(), prompt + text[:20], [500, 40])[520:]
+                same += [bool(np.array_equal(row, step[i])) for row, step in zip(rows, together)]
+        print(json.dumps(same))
+    """
+    path = model_of(tmp_path, "q4_1")
+    same = run(DEEP.format(path=str(path), then=then.strip()), cache, LLAMAHERD_KERNELS="require")
+    assert len(same) == 8 * 20
+    assert all(same)
+
+
+@needs_level
+def test_attention_can_be_left_out(cache):
+    code = """
+        import json, dataclasses
+        import llamaherd_kernels
+        print(json.dumps(dataclasses.asdict(llamaherd_kernels.enable(attention=False))))
+    """
+    status = run(code, cache)
+    if status["active"]:
+        assert not status["attention"]
+        assert run(STATUS, cache, LLAMAHERD_KERNELS="on")["attention"]
+
+
+SPOILT_ATTENTION = """
+    import numpy as np
+    from llamaherd_kernels import attention_test, selftest
+    from llamaherd_kernels.library import available_levels
+    whole = attention_test._attend
+    def spoilt(ggml, case, q, k, v, mask, sinks, *, ours=True, threads=1):
+        out = whole(ggml, case, q, k, v, mask, sinks, ours=ours, threads=threads)
+        if ours and {condition}:
+            {change}
+        return out
+    attention_test._attend = spoilt
+    selftest.main([available_levels()[0], "Q4_1", "attention"])
+"""
+
+
+@needs_level
+@pytest.mark.parametrize(
+    ("condition", "change", "reason"),
+    [
+        ("case.cap", "out[0, 0, 0, 0] += 1e-3", "attention differs from stock's"),
+        ("case.keys == 'Q8_0'", "out[0, -1, -1, -1] = np.nan", "attention differs from stock's"),
+        ("q.shape[1] == 1", "out = np.nextafter(out, 9)", "1 tokens on 3 threads"),
+        ("threads == 3 and q.shape[1] > 1", "out = np.nextafter(out, 9)", "on 3 threads"),
+        ("k.shape[1] > case.cells", "out = np.nextafter(out, 9)", "where cells lie elsewhere"),
+        ("True", "out = None", "does not give us attention"),
+    ],
+)
+def test_the_self_test_finds_what_is_wrong_in_attention(cache, condition, change, reason):
+    result = run(SPOILT_ATTENTION.format(condition=condition, change=change), cache)
+    assert reason in result["failed"]["attention"]
+    assert "attention" not in result["passed"]
+
+
+@needs_level
+def test_attention_that_fails_is_left_to_stock(tmp_path):
+    code = BROKEN.format(
+        "enabling._self_test = lambda level: {'passed': ['Q4_1'], 'failed': {'attention': 'is wrong'}}"
+    )
+    status = run(code, str(tmp_path))
+    assert status["active"]
+    assert not status["attention"]
+    assert "attention: is wrong" in status["reason"]
 
 
 def model_of(folder, kind):

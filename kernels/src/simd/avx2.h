@@ -13,6 +13,7 @@ struct Avx2 {
     using Float = __m256;
     static constexpr int lanes = 8;
     static constexpr int max_rows = 4;
+    static constexpr int attention_rows = 6;
     // without a fused u8 x s8 -> s32 dot product, products are summed in 16 bits and widened now and then
     static constexpr bool fused = false;
     static constexpr bool signed_bytes = false;  // of weights in the fused product
@@ -108,6 +109,114 @@ struct Avx2 {
     // for each of 8 groups of four: (q0 + q1) in the low and (q2 + q3) in the high 16 bits
     static void pair_sums(const int8_t * q, int32_t * sums) {
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(sums), _mm256_maddubs_epi16(bytes(1), load(q)));
+    }
+
+    // ---- floats, for attention
+    static Float load_float(const float * p) { return _mm256_loadu_ps(p); }
+    static Float add_float(Float a, Float b) { return _mm256_add_ps(a, b); }
+    static Float subtract(Float a, Float b) { return _mm256_sub_ps(a, b); }
+    static Float divide(Float a, Float b) { return _mm256_div_ps(a, b); }
+    static Float maximum(Float a, Float b) { return _mm256_max_ps(a, b); }  // b where one is NaN
+    static Float nearest(Float a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    // a * 2^n for whole n, where neither a nor the result is subnormal
+    static Float scale(Float a, Float n) {
+        const Int shifted = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+        return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), shifted));
+    }
+    static Float zero_below(Float a, Float x, Float bound) {  // 0 where x < bound, else a
+        return _mm256_andnot_ps(_mm256_cmp_ps(x, bound, _CMP_LT_OQ), a);
+    }
+    static Float choose_below(Float x, Float bound, Float a, Float b) {  // a where x < bound, else b
+        return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, bound, _CMP_LT_OQ));
+    }
+    static Float absolute(Float a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+    static Float with_sign(Float a, Float sign) {  // a >= 0
+        return _mm256_or_ps(a, _mm256_and_ps(_mm256_set1_ps(-0.0f), sign));
+    }
+    static Float first(Float a, Float other, int n) {  // the first n lanes of a
+        const Int at = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        return _mm256_blendv_ps(other, a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), at)));
+    }
+    static float max_of(Float a) {
+        __m128 h = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        h = _mm_max_ps(h, _mm_movehl_ps(h, h));
+        return _mm_cvtss_f32(_mm_max_ss(h, _mm_movehdup_ps(h)));
+    }
+    static float sum_of(Float a) {
+        __m128 h = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        h = _mm_add_ps(h, _mm_movehl_ps(h, h));
+        return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
+    }
+    static float lowest_lane(Float a) { return _mm256_cvtss_f32(a); }
+
+    // eight floats, whatever the level's lanes
+    using Eight = __m256;
+    static Eight load8_f32(const void * p) { return _mm256_loadu_ps(static_cast<const float *>(p)); }
+    static Eight load8_f16(const void * p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i *>(p))); }
+    static Eight load8_bf16(const void * p) {
+        const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i *>(p)));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+    }
+    static Eight load8_i8(const void * p, float d) {
+        const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i *>(p)));
+        return _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(d));
+    }
+    static void store8(float * p, Eight v) { _mm256_storeu_ps(p, v); }
+    // to[i * stride + j] = r[j][i]
+    static void store8_transposed(const Eight * r, float * to, int64_t stride) {
+        Eight a[8], b[8];
+        for (int i = 0; i < 4; ++i) {
+            a[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+            a[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+        }
+        for (int i = 0; i < 2; ++i) {
+            b[4 * i] = _mm256_shuffle_ps(a[4 * i], a[4 * i + 2], 0x44);
+            b[4 * i + 1] = _mm256_shuffle_ps(a[4 * i], a[4 * i + 2], 0xee);
+            b[4 * i + 2] = _mm256_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0x44);
+            b[4 * i + 3] = _mm256_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0xee);
+        }
+        for (int i = 0; i < 4; ++i) {
+            store8(to + i * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
+            store8(to + (i + 4) * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
+        }
+    }
+    // sixteen 16-bit floats of each of eight rows: to[i * stride + j] = rows[j][at + i]
+    static void store16_transposed_f16(const uint8_t * const * rows, int64_t at, float * to, int64_t stride) {
+        Int r[8], a[8], b[8];
+        for (int i = 0; i < 8; ++i) r[i] = load(rows[i] + 2 * at);
+        for (int i = 0; i < 4; ++i) {
+            a[2 * i] = _mm256_unpacklo_epi16(r[2 * i], r[2 * i + 1]);
+            a[2 * i + 1] = _mm256_unpackhi_epi16(r[2 * i], r[2 * i + 1]);
+        }
+        for (int i = 0; i < 2; ++i) {
+            b[4 * i] = _mm256_unpacklo_epi32(a[4 * i], a[4 * i + 2]);
+            b[4 * i + 1] = _mm256_unpackhi_epi32(a[4 * i], a[4 * i + 2]);
+            b[4 * i + 2] = _mm256_unpacklo_epi32(a[4 * i + 1], a[4 * i + 3]);
+            b[4 * i + 3] = _mm256_unpackhi_epi32(a[4 * i + 1], a[4 * i + 3]);
+        }
+        for (int i = 0; i < 8; ++i) {
+            const Int v = i % 2 ? _mm256_unpackhi_epi64(b[i / 2], b[i / 2 + 4])
+                                : _mm256_unpacklo_epi64(b[i / 2], b[i / 2 + 4]);
+            store8(to + i * stride, _mm256_cvtph_ps(_mm256_castsi256_si128(v)));
+            store8(to + (i + 8) * stride, _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1)));
+        }
+    }
+    // 64 cells of a mask of 16-bit floats: a bit for each that is not -infinity; are all others zero?
+    static uint64_t open_cells(const uint16_t * mask, bool & plain) {
+        const Int shut = _mm256_set1_epi16(static_cast<int16_t>(0xfc00));
+        Int is_shut[4], other = _mm256_set1_epi8(-1);
+        for (int i = 0; i < 4; ++i) {
+            const Int m = load(mask + 16 * i);
+            is_shut[i] = _mm256_cmpeq_epi16(m, shut);
+            other = _mm256_and_si256(other, _mm256_or_si256(is_shut[i], _mm256_cmpeq_epi16(m, zero())));
+        }
+        plain = _mm256_movemask_epi8(other) == -1;
+        uint64_t bits = 0;
+        for (int i = 0; i < 2; ++i) {
+            const Int bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(is_shut[2 * i], is_shut[2 * i + 1]), 0xd8);
+            bits |= static_cast<uint64_t>(static_cast<uint32_t>(_mm256_movemask_epi8(bytes))) << (32 * i);
+        }
+        return ~bits;
     }
 };
 

@@ -10,6 +10,7 @@ struct Avx512Vnni {
     using Float = __m512;
     static constexpr int lanes = 16;
     static constexpr int max_rows = 6;
+    static constexpr int attention_rows = 8;
     static constexpr bool fused = true;
     static constexpr bool signed_bytes = false;
 
@@ -66,6 +67,63 @@ struct Avx512Vnni {
     static uint32_t max_abs_bits(const float * x, int n) { return Avx2::max_abs_bits(x, n); }
     static void quantise32(const float * x, float inverse, int8_t * q) { Avx2::quantise32(x, inverse, q); }
     static void pair_sums(const int8_t * q, int32_t * sums) { Avx2::pair_sums(q, sums); }
+
+    // ---- floats, for attention
+    static Float load_float(const float * p) { return _mm512_loadu_ps(p); }
+    static Float add_float(Float a, Float b) { return _mm512_add_ps(a, b); }
+    static Float subtract(Float a, Float b) { return _mm512_sub_ps(a, b); }
+    static Float divide(Float a, Float b) { return _mm512_div_ps(a, b); }
+    static Float maximum(Float a, Float b) { return _mm512_max_ps(a, b); }
+    static Float nearest(Float a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    static Float scale(Float a, Float n) {
+        const Int shifted = _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23);
+        return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), shifted));
+    }
+    static Float zero_below(Float a, Float x, Float bound) {
+        return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_NLT_UQ), a);
+    }
+    static Float choose_below(Float x, Float bound, Float a, Float b) {
+        return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, bound, _CMP_LT_OQ), b, a);
+    }
+    static Float absolute(Float a) { return _mm512_abs_ps(a); }
+    static Float with_sign(Float a, Float sign) {
+        return _mm512_or_ps(a, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign));
+    }
+    static Float first(Float a, Float other, int n) {
+        return _mm512_mask_blend_ps(static_cast<__mmask16>(n >= 16 ? 0xffff : (1 << n) - 1), other, a);
+    }
+    static float max_of(Float a) {
+        return Avx2::max_of(_mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)));
+    }
+    static float sum_of(Float a) {
+        return Avx2::sum_of(_mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)));
+    }
+    static float lowest_lane(Float a) { return _mm512_cvtss_f32(a); }
+
+    using Eight = Avx2::Eight;
+    static Eight load8_f32(const void * p) { return Avx2::load8_f32(p); }
+    static Eight load8_f16(const void * p) { return Avx2::load8_f16(p); }
+    static Eight load8_bf16(const void * p) { return Avx2::load8_bf16(p); }
+    static Eight load8_i8(const void * p, float d) { return Avx2::load8_i8(p, d); }
+    static void store8(float * p, Eight v) { Avx2::store8(p, v); }
+    static void store8_transposed(const Eight * r, float * to, int64_t stride) {
+        Avx2::store8_transposed(r, to, stride);
+    }
+    static void store16_transposed_f16(const uint8_t * const * rows, int64_t at, float * to, int64_t stride) {
+        Avx2::store16_transposed_f16(rows, at, to, stride);
+    }
+    static uint64_t open_cells(const uint16_t * mask, bool & plain) {
+        const Int shut = _mm512_set1_epi16(static_cast<int16_t>(0xfc00));
+        uint64_t bits = 0, other = 0;
+        for (int i = 0; i < 2; ++i) {
+            const Int m = load(mask + 32 * i);
+            const __mmask32 open = _mm512_cmpneq_epi16_mask(m, shut);
+            bits |= static_cast<uint64_t>(open) << (32 * i);
+            other |= _mm512_mask_cmpneq_epi16_mask(open, m, zero());
+        }
+        plain = other == 0;
+        return bits;
+    }
 };
 
 }  // namespace

@@ -20,6 +20,7 @@ struct Emulated {
     };
     static constexpr int lanes = Lanes;
     static constexpr int max_rows = 2;
+    static constexpr int attention_rows = 2;
     static constexpr bool fused = Fused;
     static constexpr bool signed_bytes = false;
 
@@ -185,6 +186,112 @@ struct Emulated {
                                      static_cast<int16_t>(q[4 * g + 2] + q[4 * g + 3])};
             std::memcpy(sums + g, pair, 4);
         }
+    }
+
+    // ---- floats, for attention
+    template <class Function>
+    static Float each(Function f) {
+        Float r;
+        for (int i = 0; i < Lanes; ++i) r.f[i] = f(i);
+        return r;
+    }
+    static Float load_float(const float * p) {
+        return each([&](int i) { return p[i]; });
+    }
+    static Float add_float(Float a, Float b) {
+        return each([&](int i) { return a.f[i] + b.f[i]; });
+    }
+    static Float subtract(Float a, Float b) {
+        return each([&](int i) { return a.f[i] - b.f[i]; });
+    }
+    static Float divide(Float a, Float b) {
+        return each([&](int i) { return a.f[i] / b.f[i]; });
+    }
+    static Float maximum(Float a, Float b) {
+        return each([&](int i) { return a.f[i] > b.f[i] ? a.f[i] : b.f[i]; });
+    }
+    static Float nearest(Float a) {
+        return each([&](int i) { return std::nearbyint(a.f[i]); });
+    }
+    static Float scale(Float a, Float n) {
+        return each([&](int i) { return std::isnan(n.f[i]) ? a.f[i] : std::ldexp(a.f[i], static_cast<int>(n.f[i])); });
+    }
+    static Float zero_below(Float a, Float x, Float bound) {
+        return each([&](int i) { return x.f[i] < bound.f[i] ? 0.0f : a.f[i]; });
+    }
+    static Float choose_below(Float x, Float bound, Float a, Float b) {
+        return each([&](int i) { return x.f[i] < bound.f[i] ? a.f[i] : b.f[i]; });
+    }
+    static Float absolute(Float a) {
+        return each([&](int i) { return std::fabs(a.f[i]); });
+    }
+    static Float with_sign(Float a, Float sign) {
+        return each([&](int i) { return std::copysign(a.f[i], sign.f[i]); });
+    }
+    static Float first(Float a, Float other, int n) {
+        return each([&](int i) { return i < n ? a.f[i] : other.f[i]; });
+    }
+    // halves onto each other, as the instructions do
+    template <class Function>
+    static float halves(Float a, Function f) {
+        for (int n = Lanes / 2; n; n /= 2)
+            for (int i = 0; i < n; ++i) a.f[i] = f(a.f[i], a.f[i + n]);
+        return a.f[0];
+    }
+    static float max_of(Float a) {
+        return halves(a, [](float x, float y) { return x > y ? x : y; });
+    }
+    static float sum_of(Float a) {
+        return halves(a, [](float x, float y) { return x + y; });
+    }
+    static float lowest_lane(Float a) { return a.f[0]; }
+
+    struct Eight {
+        float f[8];
+    };
+    template <class Function>
+    static Eight each8(Function f) {
+        Eight r;
+        for (int i = 0; i < 8; ++i) r.f[i] = f(i);
+        return r;
+    }
+    static uint16_t half_at(const void * p, int i) {
+        uint16_t v;
+        std::memcpy(&v, static_cast<const char *>(p) + 2 * i, 2);
+        return v;
+    }
+    static Eight load8_f32(const void * p) {
+        Eight r;
+        std::memcpy(r.f, p, sizeof r.f);
+        return r;
+    }
+    static Eight load8_f16(const void * p) {
+        return each8([&](int i) { return f16_to_float(half_at(p, i)); });
+    }
+    static Eight load8_bf16(const void * p) {
+        return each8([&](int i) { return bf16_to_float(half_at(p, i)); });
+    }
+    static Eight load8_i8(const void * p, float d) {
+        return each8([&](int i) { return static_cast<float>(static_cast<const int8_t *>(p)[i]) * d; });
+    }
+    static void store8(float * p, Eight v) { std::memcpy(p, v.f, sizeof v.f); }
+    static void store8_transposed(const Eight * r, float * to, int64_t stride) {
+        for (int i = 0; i < 8; ++i)
+            for (int j = 0; j < 8; ++j) to[i * stride + j] = r[j].f[i];
+    }
+    static void store16_transposed_f16(const uint8_t * const * rows, int64_t at, float * to, int64_t stride) {
+        for (int i = 0; i < 16; ++i)
+            for (int j = 0; j < 8; ++j) to[i * stride + j] = f16_to_float(half_at(rows[j], static_cast<int>(at) + i));
+    }
+    static uint64_t open_cells(const uint16_t * mask, bool & plain) {
+        uint64_t bits = 0;
+        plain = true;
+        for (int i = 0; i < 64; ++i) {
+            const uint16_t m = half_at(mask, i);
+            if (m != 0xfc00) bits |= uint64_t{1} << i;
+            plain = plain && (m == 0xfc00 || m == 0);
+        }
+        return bits;
     }
 };
 

@@ -1,4 +1,5 @@
-"""Switch llamaherd-kernels on: a plug-in with faster products for unmodified llama.cpp (``llamaherd[fast]``).
+"""Switch llamaherd-kernels on: a plug-in with faster products and attention for unmodified llama.cpp
+(``llamaherd[fast]``).
 
 ``LLAMAHERD_KERNELS`` says what is wanted: ``on`` (the default: use it where it is installed and its self-test
 passes, stock llama.cpp otherwise), ``off``, or ``require`` (stock is an error).
@@ -23,25 +24,28 @@ _MODES = ("on", "off", "require")
 
 @dataclasses.dataclass(frozen=True)
 class KernelStatus:
-    """What computes the products of weights.
+    """What computes the products of weights, and attention.
 
     Attributes:
-        active: the plug-in does, for the types in ``types``; else stock llama.cpp.
+        active: the plug-in does, products for the types in ``types``; else stock llama.cpp.
         level: instruction set of the plug-in's kernels, or "".
         types: ggml types that it takes.
         reason: why stock llama.cpp computes, or what else there is to say.
+        attention: the plug-in computes attention.
     """
 
     active: bool
     level: str = ""
     types: tuple[str, ...] = ()
     reason: str = ""
+    attention: bool = False
 
     def __str__(self) -> str:
         if not self.active:
             return f"stock llama.cpp ({self.reason})"
         note = f" ({self.reason})" if self.reason else ""
-        return f"{self.level}: {', '.join(self.types)}{note}"
+        what = [*self.types, *(["attention"] if self.attention else [])]
+        return f"{self.level}: {', '.join(what)}{note}"
 
 
 @functools.cache
@@ -72,4 +76,4 @@ def _enable() -> KernelStatus:
     except ImportError:
         return KernelStatus(False, reason="llamaherd-kernels is not installed: pip install 'llamaherd[fast]'")
     found = plugin.enable()
-    return KernelStatus(found.active, found.level, tuple(found.types), found.reason)
+    return KernelStatus(found.active, found.level, tuple(found.types), found.reason, found.attention)
