@@ -70,6 +70,11 @@ def _serve() -> None:
     L.llama_log_set(callback, None)
     L.llama_backend_init()
 
+    def model_params() -> Any:
+        params = L.llama_model_default_params()
+        params.use_extra_bufts = False  # no repacking, and no AMX, which crashes in many builds
+        return params
+
     def tokenize(vocab: Any, text: str, special: bool) -> list[int]:
         raw = text.encode()
         out = (L.llama_token * (len(raw) + 8))()
@@ -84,8 +89,7 @@ def _serve() -> None:
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         log.clear()
-        params = L.llama_model_default_params()
-        model = L.llama_model_load_from_file(request["path"].encode(), params)
+        model = L.llama_model_load_from_file(request["path"].encode(), model_params())
         if not model:
             return {"loaded": False, "log": "".join(log)[-2000:]}
         vocab = L.llama_model_get_vocab(model)
@@ -169,7 +173,7 @@ def _serve() -> None:
         """One model of a chain: tokens or hidden states in, hidden states (or logits, if last) out."""
 
         def __init__(self, path: str, last: bool) -> None:
-            self.model = L.llama_model_load_from_file(path.encode(), L.llama_model_default_params())
+            self.model = L.llama_model_load_from_file(path.encode(), model_params())
             if not self.model:
                 raise RuntimeError(f"cannot load {path}: {''.join(log)[-1500:]}")
             self.width, self.last = L.llama_model_n_embd(self.model), last

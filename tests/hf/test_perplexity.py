@@ -59,8 +59,9 @@ def test_windows_count_each_token_once():
 
 
 def test_compare_with_itself_and_with_another(pair, pairs, tokens, fresh):
-    same = compare(pair.ours.runtime.context, fresh().runtime.context, tokens, window=64)
-    assert same.divergence.max() < 1e-6
+    # both contexts are new: their tokens lie in the same cells, so that every sum has the same order
+    same = compare(fresh().runtime.context, fresh().runtime.context, tokens, window=64)
+    assert same.divergence.max() == 0
     assert same.top_agreement == 1
     assert same.ratio == pytest.approx(1, abs=1e-6)
     rough = fresh(options={"type": "q8_0"})

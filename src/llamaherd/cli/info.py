@@ -33,19 +33,23 @@ def info_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSO
 def _facts() -> dict[str, Any]:
     from .. import __version__
     from ..engine.cpus import available_memory
+    from ..native.amx import amx_is_wanted
     from ..native.kernels import enable_kernels
     from ..native.library import library_info
 
     library = library_info()
     memory = available_memory()
     threads, why = _threads()
+    features = _features(library["system"])
+    amx = "used" if amx_is_wanted() else "not used: it crashes in many builds; LLAMAHERD_AMX=on uses it"
     return {
         "llamaherd": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "llama-cpp-python": f"{library['llama_cpp_python']} (tested with {library['tested_with']})",
         "ggml": library["ggml"],
         "cpu": _cpu(),
-        "features": ", ".join(_features(library["system"])) or "none reported",
+        "features": ", ".join(features) or "none reported",
+        **({"AMX": amx} if "AMX_INT8" in features else {}),
         "kernels": str(enable_kernels()),
         "threads": f"{threads}: {why}",
         "OMP_WAIT_POLICY": _wait_policy(),

@@ -14,6 +14,7 @@ import logging
 import os
 
 from ..errors import LibraryError
+from .amx import without_amx
 
 __all__ = ["KernelStatus", "enable_kernels"]
 
@@ -58,9 +59,8 @@ def enable_kernels() -> KernelStatus:
     mode = os.environ.get(_VARIABLE, "on").lower() or "on"
     if mode not in _MODES:
         raise LibraryError(f"{_VARIABLE}={mode}: there are {', '.join(_MODES)}")
-    if mode == "off":
-        return KernelStatus(False, reason=f"{_VARIABLE}=off")
-    status = _enable()
+    with without_amx():
+        status = KernelStatus(False, reason=f"{_VARIABLE}=off") if mode == "off" else _enable()
     if status.active:
         LOGGER.info("llama.cpp uses kernels of level %s", status)
     elif mode == "require":

@@ -13,7 +13,6 @@ import ctypes.util
 import importlib.metadata
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +48,23 @@ L: Any = _import()
 """llama_cpp's low-level module: libllama's functions and structs."""
 
 
-def _open_ggml_base() -> ctypes.CDLL:
-    """The ggml library that libllama itself uses: a second copy would be a second registry."""
-    folder = Path(L.__file__).parent / "lib"
-    suffix = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-    for name in (f"libggml-base{suffix}", f"ggml-base{suffix}"):
-        if (folder / name).exists():
-            return ctypes.CDLL(str(folder / name))
-    raise LibraryError(f"no ggml-base library in {folder}; llamaherd relies on llama-cpp-python {_TESTED}")
+def _open_ggml() -> ctypes.CDLL:
+    """The ggml libraries that libllama itself uses.
+
+    Looked up through libllama: a wheel holds each library three times, as ``.so``, ``.so.0`` and so on, and
+    another file would be loaded as another library with a registry of its own.
+    """
+    path = str(L._lib._name)
+    if os.name == "nt":  # there a library answers for itself only
+        path = str(Path(L.__file__).parent / "lib" / "ggml-base.dll")
+    try:
+        return ctypes.CDLL(path)
+    except OSError as error:
+        raise LibraryError(_broken(f"its ggml cannot be loaded ({error})")) from error
 
 
-GGML: Any = _open_ggml_base()
-"""libggml-base: functions that llama_cpp leaves out."""
+GGML: Any = _open_ggml()
+"""ggml's functions, those that llama_cpp leaves out."""
 
 _P, _Z, _B = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_bool
 _GGML_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -71,6 +75,10 @@ _GGML_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_tensor_set": (None, [_P, _P, _Z, _Z]),
     "ggml_type_name": (ctypes.c_char_p, [ctypes.c_int]),
     "ggml_version": (ctypes.c_char_p, []),
+    "ggml_backend_buft_name": (ctypes.c_char_p, [_P]),
+    "ggml_backend_cpu_reg": (_P, []),
+    "ggml_backend_reg_dev_get": (_P, [_P, _Z]),
+    "ggml_backend_reg_get_proc_address": (_P, [_P, ctypes.c_char_p]),
 }
 _LLAMA_FUNCTIONS = (
     "llama_log_set",
@@ -119,7 +127,7 @@ def _check_functions() -> None:
         try:
             function = getattr(GGML, name)
         except AttributeError:
-            raise LibraryError(_broken(f"libggml-base has no function {name}")) from None
+            raise LibraryError(_broken(f"ggml has no function {name}")) from None
         function.restype, function.argtypes = result, arguments
     for name in _LLAMA_FUNCTIONS:
         if not hasattr(L, name):
