@@ -39,6 +39,7 @@ _DEFAULTS: dict[str, Any] = {
     "threads": None,
     "stages": 0,
     "cluster": "",
+    "replicas": 0,
     "memory_limit": 0,
     "models_memory": 0,
     "cache_dir": "",
@@ -56,6 +57,7 @@ _OF_A_MODEL = (
     "threads",
     "stages",
     "cluster",
+    "replicas",
     "max_queue",
     "max_sequences",
     "memory_limit",
@@ -118,6 +120,10 @@ def serve(
     cluster: Annotated[
         str | None,
         _option("cluster", "Cut it over the machines of this cluster.", metavar="HOST[:PORT]"),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        _option("replicas", "So many engines on the machines of --cluster, behind this endpoint."),
     ] = None,
     params: Annotated[
         list[str] | None,
@@ -287,9 +293,14 @@ def _worker(
     stages = own["stages"]
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 0:
         raise InvalidParameterError("stages", stages, "the number of processes, or 0 for none")
+    replicas = own["replicas"]
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or not 0 <= replicas <= 1000:
+        raise InvalidParameterError("replicas", replicas, "the number of engines, to 1000, or 0 for none")
+    if replicas and not own["cluster"]:
+        raise InvalidParameterError("replicas", replicas, "given with --cluster, whose machines hold them")
     if stages and own["cluster"]:
         raise InvalidParameterError("stages", stages, "without cluster, which has its machines")
-    if (stages or own["cluster"]) and loras:
+    if (stages or (own["cluster"] and not replicas)) and loras:
         raise InvalidParameterError("lora", loras[0].path, "given without stages: adapters are not cut")
     return WorkerConfig(
         model=table["path"],
@@ -297,6 +308,7 @@ def _worker(
         loras=loras,
         stages=stages,
         cluster=own["cluster"],
+        replicas=replicas,
         scheduler=SchedulerConfig(max_sequences=own["max_sequences"], max_queue=own["max_queue"]),
         memory_limit=_bytes("memory_limit", own["memory_limit"]),
         cache_dir=own["cache_dir"],

@@ -9,6 +9,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from ..replicas.fleet import Fleet
 from .pool import Served
 from .responses import JSON
 from .state import house_of
@@ -85,4 +86,24 @@ def _status(name: str, served: Served | None) -> dict[str, Any]:
         "chat": served.info.chat_template is not None,
         **msgspec.structs.asdict(supervisor.stats),
         "stages": [msgspec.structs.asdict(stage) for stage in supervisor.stats.stages],
+        "replicas": _replicas(supervisor) if isinstance(supervisor, Fleet) else [],
     }
+
+
+def _replicas(fleet: Fleet) -> list[dict[str, Any]]:
+    loads = fleet.client.loads
+    return [
+        {
+            "name": name,
+            "ready": look.ready,
+            "host": look.host,
+            "pid": look.pid,
+            "open_requests": loads[name],
+            "restarts": look.restarts,
+            "used_cells": look.stats.used_cells,
+            "n_cells": look.stats.n_cells,
+            "prefilled_tokens": look.stats.prefilled_tokens,
+            "reused_tokens": look.stats.reused_tokens,
+        }
+        for name, look in fleet.replicas.items()
+    ]

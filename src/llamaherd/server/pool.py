@@ -11,6 +11,9 @@ from pathlib import Path
 
 from ..chat import ChatTemplate
 from ..errors import LlamaherdError, ShuttingDownError, UnknownModelError
+from ..replicas.client import ReplicasClient
+from ..replicas.fleet import Fleet
+from ..replicas.opening import open_fleet
 from ..worker.client import WorkerClient
 from ..worker.supervisor import Supervisor
 from ..worker.wire import ModelInfo, WorkerConfig
@@ -30,7 +33,7 @@ class Served:
     """
 
     name: str
-    supervisor: Supervisor
+    supervisor: Supervisor | Fleet
     info: ModelInfo
     created: int = field(default_factory=lambda: int(time.time()))
     used: float = field(default_factory=time.monotonic)
@@ -38,8 +41,8 @@ class Served:
     _tool_template: ChatTemplate | None = None
 
     @property
-    def client(self) -> WorkerClient:
-        """Talks to its worker."""
+    def client(self) -> WorkerClient | ReplicasClient:
+        """Talks to its worker or replicas."""
         return self.supervisor.client
 
     def template(self, *, tools: bool = False) -> ChatTemplate:
@@ -71,7 +74,9 @@ class Pool:
         on_load: called with each model's supervisor before it starts.
     """
 
-    def __init__(self, settings: ServerSettings, on_load: Callable[[Supervisor], None] | None = None) -> None:
+    def __init__(
+        self, settings: ServerSettings, on_load: Callable[[Supervisor | Fleet], None] | None = None
+    ) -> None:
         self._settings = settings
         self._on_load = on_load
         self._loaded: dict[str, Served] = {}
@@ -121,13 +126,7 @@ class Pool:
         config = self._settings.models[name]
         async with self._making_room:
             await self._make_room(config)
-        supervisor = Supervisor(
-            config,
-            name=name,
-            heartbeat_timeout=self._settings.heartbeat_timeout,
-            step_timeout=self._settings.step_timeout,
-            max_buffered_events=self._settings.max_buffered_events,
-        )
+        supervisor = await self._supervisor(name, config)
         if self._on_load is not None:
             self._on_load(supervisor)
         try:
@@ -137,6 +136,20 @@ class Pool:
             raise
         served = self._loaded[name] = Served(name, supervisor, info)
         return served
+
+    async def _supervisor(self, name: str, config: WorkerConfig) -> Supervisor | Fleet:
+        settings = self._settings
+        if not config.replicas:
+            return Supervisor(
+                config,
+                name=name,
+                heartbeat_timeout=settings.heartbeat_timeout,
+                step_timeout=settings.step_timeout,
+                max_buffered_events=settings.max_buffered_events,
+            )
+        return await asyncio.to_thread(
+            open_fleet, config, name=name, max_buffered_events=settings.max_buffered_events
+        )
 
     async def _make_room(self, config: WorkerConfig) -> None:
         """Unload the least recently used idle models until the new one fits, as far as that is possible."""

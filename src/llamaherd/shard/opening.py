@@ -58,6 +58,7 @@ def open_cluster(
     *,
     model_params: Mapping[str, Any] | None = None,
     activations: str = "f32",
+    few_machines: bool = False,
     **context_params: Any,
 ) -> Pipeline:
     """A model as a pipeline over the machines of a cluster that ``llamaherd cluster start`` has begun.
@@ -66,6 +67,7 @@ def open_cluster(
         path: of a GGUF model, on this machine.
         address: HOST or HOST:PORT of the first machine.
         model_params, activations, context_params: as of open_stages().
+        few_machines: take as few as there must be, not as many as make it faster.
 
     Raises:
         UnsupportedError: Ray is not installed.
@@ -83,6 +85,7 @@ def open_cluster(
         model_params=dict(model_params or {}),
         context_params=context_params,
         activations=activations,
+        few_machines=few_machines,
     )
     pipeline = _open(path, deployment)
     ray_board.Reporter(pipeline, deployment)

@@ -135,6 +135,8 @@ class RayStages:
         model_params, context_params: llama.cpp's own parameters, the same for all stages.
         activations: how hidden states travel: "f32" (exact), "f16" or "q8_0".
         slices: folder of the slice store on every machine; the default one if empty.
+        few_machines: take as few as there must be, and leave the others to other pipelines; else as many as
+            make it faster.
         plan: which machine holds what.
     """
 
@@ -143,6 +145,7 @@ class RayStages:
     context_params: dict[str, Any] = field(default_factory=dict)
     activations: str = "f32"
     slices: str = ""
+    few_machines: bool = False
     plan: Plan = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,12 +167,17 @@ class RayStages:
         nodes = nodes_of(latency=True)
         if not nodes:
             raise CapacityError("no machine of the cluster gives memory; join some with --memory", 0)
-        return plan(
-            self._costs,
-            [n.as_planned((own or {}).get(n.id, 0)) for n in nodes],
-            n_ctx=int(self.context_params.get("n_ctx", 4096)),
-            n_ubatch=int(self.context_params.get("n_ubatch", 512)),
-        )
+        planned = [n.as_planned((own or {}).get(n.id, 0)) for n in nodes]
+        sizes = {
+            "n_ctx": int(self.context_params.get("n_ctx", 4096)),
+            "n_ubatch": int(self.context_params.get("n_ubatch", 512)),
+        }
+        if self.few_machines:
+            roomy = sorted(planned, key=lambda node: -node.memory)
+            for count in range(1, len(planned)):
+                with contextlib.suppress(CapacityError):
+                    return plan(self._costs, [n for n in planned if n in roomy[:count]], **sizes)
+        return plan(self._costs, planned, **sizes)
 
     @property
     def cuts(self) -> list[int]:

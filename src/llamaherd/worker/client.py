@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,11 +53,10 @@ class RequestStream(AsyncIterator[Event]):
     cancel() ends the request at the latest after the batch in flight; so does leaving ``async with``.
     """
 
-    def __init__(self, client: WorkerClient, number: int, request_id: str, limit: int) -> None:
+    def __init__(self, request_id: str, limit: int, on_cancel: Callable[[], None]) -> None:
         self.request_id = request_id
-        self._client = client
-        self._number = number
         self._limit = limit
+        self._on_cancel = on_cancel
         self._events: collections.deque[Event] = collections.deque()
         self._changed = asyncio.Event()
         self._ended = False  # the terminal event is there
@@ -73,6 +73,14 @@ class RequestStream(AsyncIterator[Event]):
             self._read = True
         return event
 
+    async def batches(self) -> AsyncGenerator[list[Event], None]:
+        """The same events, those that have come meanwhile together."""
+        async for event in self:
+            batch = [event, *self._events]
+            self._events.clear()
+            self._read = self._read or isinstance(batch[-1], (Finished, Failed))
+            yield batch
+
     async def result(self) -> Finished:
         """Wait for the end; Token events are thrown away. Raises the error of Failed."""
         async for event in self:
@@ -88,7 +96,7 @@ class RequestStream(AsyncIterator[Event]):
             self._ended = self._read = True
             self._events.clear()
             self._changed.set()
-            self._client._cancel(self._number)
+            self._on_cancel()
 
     async def __aenter__(self) -> RequestStream:
         return self
@@ -96,11 +104,12 @@ class RequestStream(AsyncIterator[Event]):
     async def __aexit__(self, *_: object) -> None:
         self.cancel()
 
-    def _push(self, event: Event) -> None:
+    def push(self, event: Event) -> None:
+        """An event has come; one that comes after the end is dropped."""
         if self._ended:
             return
         if isinstance(event, Token) and len(self._events) >= self._limit:
-            self._client._cancel(self._number)
+            self._on_cancel()
             event = Failed(SlowReaderError(self._limit), Usage(0, 0))
             self._events.clear()
         if isinstance(event, (Finished, Failed)):
@@ -152,35 +161,37 @@ class WorkerClient:
             QueueFullError: max_open requests are open already.
             LlamaherdError: no worker can be had.
         """
-        self._check()
+        self.check()
         if self._requests >= self._max_open:
             raise QueueFullError(self._max_open)
         self._requests += 1
         self._numbers += 1
-        stream = RequestStream(self, self._numbers, request.request_id, self._max_buffered)
+        cancel = functools.partial(self._cancel, self._numbers)
+        stream = RequestStream(request.request_id, self._max_buffered, cancel)
         self._open[self._numbers] = _Open(self._numbers, record=Record(request), stream=stream)
         self._pump()
         return stream
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids."""
-        reply = await self._call(wire.TokenizeCall(wire.pack_prompt(prompt)))
+        reply = await self.call(wire.TokenizeCall(wire.pack_prompt(prompt)))
         return reply.tokens or []
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         """The text of token ids. Raises TokenError."""
-        reply = await self._call(wire.TokenizeCall(wire.WirePrompt(tokens=list(tokens)), detokenize=True))
+        reply = await self.call(wire.TokenizeCall(wire.WirePrompt(tokens=list(tokens)), detokenize=True))
         return reply.text or ""
 
     async def embed(self, prompts: Sequence[Prompt], *, normalize: bool = True) -> Embeddings:
         """Embeddings of prompts, as many as fit in one batch. Raises PromptTooLongError, RequestError."""
         call = wire.EmbedCall([wire.pack_prompt(p) for p in prompts], normalize)
-        reply = await self._call(call)
+        reply = await self.call(call)
         rows = np.frombuffer(reply.rows or b"", np.float32).reshape(len(prompts), reply.width)
         return Embeddings(rows, reply.n_tokens)
 
-    async def _call(self, call: wire.TokenizeCall | wire.EmbedCall) -> wire.Reply:
-        self._check()
+    async def call(self, call: wire.TokenizeCall | wire.EmbedCall) -> wire.Reply:
+        """A worker's answer to a question. Raises the error that it answers with."""
+        self.check()
         self._numbers += 1
         number = self._numbers
         future: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
@@ -194,7 +205,8 @@ class WorkerClient:
             raise wire.unpack_error(reply.error)
         return reply
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise the error for which no worker can be had, if there is one."""
         if self._refusal is not None:
             raise self._refusal
 
@@ -291,7 +303,7 @@ class WorkerClient:
             event = entry.record.finished(event)
         if not isinstance(event, Token):
             self._forget(number)
-        entry.stream._push(event)
+        entry.stream.push(event)
         self._acquit(number)
 
     def _acquit(self, number: int) -> None:
@@ -345,4 +357,4 @@ class WorkerClient:
             entry.reply.set_exception(error)
         if entry.stream is not None and entry.record is not None:
             log.warning("request %s failed: %s", entry.stream.request_id, error)
-            entry.stream._push(Failed(error, entry.record.usage()))
+            entry.stream.push(Failed(error, entry.record.usage()))

@@ -110,10 +110,11 @@ class Worker:
         if config.stages or config.cluster:
             from ..shard.opening import open_cluster, open_stages
 
+            params = {"model_params": model_params, **context_params}
             pipeline = (
-                open_cluster(config.model, config.cluster, model_params=model_params, **context_params)
+                open_cluster(config.model, config.cluster, few_machines=config.few_machines, **params)
                 if config.cluster
-                else open_stages(config.model, config.stages, model_params=model_params, **context_params)
+                else open_stages(config.model, config.stages, **params)
             )
             return pipeline, _info(pipeline.model, pipeline, config.scheduler.slots)
         model = Model.load(config.model, loras=config.loras, **model_params)

@@ -69,6 +69,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             without arguments.
         stages: processes of this machine that the model is cut into by layers; 0 runs it in the worker.
         cluster: HOST[:PORT] of a cluster over whose machines it is cut instead.
+        replicas: engines on the machines of that cluster, each with the whole model if a machine has room
+            for it; 0 for one that is cut.
+        few_machines: cut it over as few machines as there must be, not as many as make it faster.
         heartbeat: seconds between signs of life.
         memory_limit: bytes of memory of its own (mapped files not counted) above which the worker is
             replaced; 0 sets no limit.
@@ -82,6 +85,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     stages: int = 0
     cluster: str = ""
+    replicas: int = 0
+    few_machines: bool = False
     heartbeat: float = 0.5
     memory_limit: int = 0
     cache_dir: str = ""

@@ -190,9 +190,21 @@ function figures(models) {
   plots.hits.add(reused / Math.max(1, reused + sum(models, "prefilled_tokens")));
   plots.restarts.add(sum(models, "restarts"));
   $("models").tBodies[0].replaceChildren(...models.map(row));
+  const replicas = models.flatMap((m) => (m.replicas ?? []).map((replica) => replicaRow(m, replica)));
+  $("replicas-part").hidden = !replicas.length;
+  $("replicas").tBodies[0].replaceChildren(...replicas);
   const stages = models.flatMap((m) => (m.stages ?? []).map((stage) => stageRow(m, stage)));
   $("stages-part").hidden = !stages.length;
   $("stages").tBodies[0].replaceChildren(...stages);
+}
+
+function replicaRow(model, replica) {
+  const tr = document.createElement("tr");
+  const hits = replica.reused_tokens / Math.max(1, replica.reused_tokens + replica.prefilled_tokens);
+  const cells = [model.name, replica.name, replica.ready ? "ready" : "lost", replica.host, replica.pid, replica.open_requests,
+    `${replica.used_cells} / ${replica.n_cells}`, `${(hits * 100).toFixed(0)} %`, replica.restarts];
+  for (const text of cells) tr.insertCell().textContent = text;
+  return tr;
 }
 
 function stageRow(model, stage) {

@@ -1,0 +1,1 @@
+"""One model several times, on the machines of a cluster, behind one server."""
