@@ -223,6 +223,40 @@ def test_a_stage_that_cannot_be_replaced_fails_requests_and_the_next_call_tries_
         chain.close()
 
 
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_replacement_that_is_lost_while_it_loads_is_replaced_too(
+    six_layers, make_whole, monkeypatch, sig: signal.Signals
+) -> None:
+    monkeypatch.setattr("llamaherd.shard.local._FROZEN", 1.0)
+    stages = Stages(six_layers, kv_unified=False)
+    chain, whole = stages.pipeline, make_whole(kv_unified=False)
+    victims: list[int] = []
+
+    def strike() -> None:
+        """The next two processes of that stage, before they have loaded anything."""
+        while len(victims) < 2:
+            pid = stages.deployment.pids[1]
+            if pid not in (first, *victims):
+                os.kill(pid, sig)
+                victims.append(pid)
+
+    try:
+        for engine in (whole, chain):
+            engine.memory.allocate()
+            engine.decode(batch_of(engine, {0: [1, 2, 3]}))
+        first = stages.pids[1]
+        striker = threading.Thread(target=strike)
+        striker.start()
+        os.kill(first, signal.SIGKILL)
+        last = {0: [4]}
+        assert np.array_equal(whole.decode(batch_of(whole, last)), chain.decode(batch_of(chain, last)))
+        striker.join(1)
+        assert len(victims) == 2
+        assert not any(psutil.pid_exists(pid) for pid in victims)
+    finally:
+        chain.close()
+
+
 # ------------------------------------------------------------------------------------ strangers
 
 

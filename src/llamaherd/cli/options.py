@@ -200,9 +200,9 @@ class EngineOptions:
                 from ..config import SchedulerConfig
 
                 context.setdefault("n_seq_max", SchedulerConfig(max_sequences=max_sequences).n_seq_max)
-                with deferred_interrupt():
-                    engine = open_pipeline(self.path, self.stages, self.cluster, self.model, context)
-                    herd = stack.enter_context(llamaherd.Herd(engine, max_sequences=max_sequences))
+                # slices are cut and loaded in other processes: Ctrl-C need not wait for them
+                engine = open_pipeline(self.path, self.stages, self.cluster, self.model, context)
+                herd = stack.enter_context(llamaherd.Herd(engine, max_sequences=max_sequences))
                 yield engine.model, herd
                 return
             with deferred_interrupt() as interrupted, _progress(interrupted) as progress:

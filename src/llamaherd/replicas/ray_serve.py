@@ -74,19 +74,20 @@ def _fetch(path: str, source: Any) -> str:
         if Path(path).is_file() and store.content_hash(path) == sha256:
             return path
     target = store.folder / f"{sha256[:32]}.gguf"
-    store.folder.mkdir(parents=True, exist_ok=True)
+    store.make_folder()
     with open(target.with_suffix(".arriving"), "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # two replicas of one machine
+        if target.exists() and store.content_hash(target) == sha256:
+            return str(target)
         for _ in range(2):
-            if target.exists() and store.content_hash(target) == sha256:
-                return str(target)
             while piece := ray.get(source.piece.remote(file.tell())):
                 file.write(piece)
             file.flush()
             if content_hash(file.name) == sha256:
                 os.replace(file.name, target)
-            else:
-                file.truncate(0)
+                return str(target)
+            file.truncate(0)
+            file.seek(0)
     raise FileError(target, "arrived damaged, twice")
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from ..errors import WorkerStartError
+from ..processes import was_stopped
 from ..wire_errors import unpack_error
 from . import wire
 from .process import Started
@@ -28,6 +30,8 @@ _PROGRAM = (
     "import os, sys; sys.path[:] = sys.argv[1:]; from llamaherd.shard.process import main; os._exit(main())"
 )
 _LOAD = 600.0  # seconds that a stage may take to load
+_FROZEN = 8.0  # seconds that it may be stopped meanwhile
+_MOST_STARTS = 3  # of processes that are killed while they load
 
 
 class _Process:
@@ -69,7 +73,7 @@ class _Process:
 
     def endpoint(self) -> wire.Endpoint:
         """Where it listens, once it has loaded. Raises the error that kept it from loading."""
-        self._threads[0].join(_LOAD)
+        self._await_answer()
         line = self._answer[0] if self._answer else b""
         if not line:
             how = self.death() or f"it has not loaded within {_LOAD:.0f} s"
@@ -79,6 +83,19 @@ class _Process:
             raise unpack_error(started.error)
         assert started.endpoint is not None
         return started.endpoint
+
+    def _await_answer(self) -> None:
+        answer = self._threads[0]
+        deadline = time.monotonic() + _LOAD
+        running = time.monotonic()  # when it last was
+        while answer.is_alive() and time.monotonic() < deadline:
+            answer.join(0.5)
+            if not was_stopped(self.pid):
+                running = time.monotonic()
+            elif time.monotonic() - running > _FROZEN:
+                self._process.kill()
+                how = f"its process was stopped (SIGSTOP) for {_FROZEN:g} s"
+                raise WorkerStartError(f"stage {self.stage} did not start: {how}", how)
 
     def death(self) -> str | None:
         """How it ended, if it has."""
@@ -171,7 +188,17 @@ class LocalStages:
     def _start(self, stages: Sequence[int]) -> dict[int, wire.Endpoint]:
         for index in stages:
             self._processes[index] = _Process(self._config(index))
-        return {index: self._processes[index].endpoint() for index in stages}
+        return {index: self._endpoint(index) for index in stages}
+
+    def _endpoint(self, index: int) -> wire.Endpoint:
+        for _ in range(_MOST_STARTS - 1):
+            try:
+                return self._processes[index].endpoint()
+            except WorkerStartError as error:
+                log.warning("%s; starting another", error)
+                self._processes[index].close(0)
+                self._processes[index] = _Process(self._config(index))
+        return self._processes[index].endpoint()
 
     def lost(self) -> dict[int, str]:
         """Stages whose process has ended."""

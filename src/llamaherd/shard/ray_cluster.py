@@ -77,7 +77,7 @@ class _StageActor:
     def add_slice(self, identity: str, start: int, end: int, folder: str, offset: int, piece: bytes) -> int:
         """Put a piece behind what is here; bytes that are here then."""
         store = SliceStore(folder or None)
-        store.folder.mkdir(parents=True, exist_ok=True)
+        store.make_folder()
         with open(_partial(store.place(identity, start, end)), "ab") as file:
             if file.tell() == offset:
                 file.write(piece)

@@ -16,7 +16,7 @@ from . import wire
 from .client import Death
 from .link import Link
 
-__all__ = ["Child", "oom_kills", "was_stopped"]
+__all__ = ["Child", "oom_kills"]
 
 log = logging.getLogger(__name__)
 
@@ -107,10 +107,3 @@ def oom_kills() -> int:
                 if line.startswith("oom_kill "):
                     total += int(line.split()[1])
     return total
-
-
-def was_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal (state T)."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    return False

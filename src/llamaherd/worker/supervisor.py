@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from ..errors import ClosedError, LlamaherdError, WorkerStartError
+from ..processes import was_stopped
 from . import wire
-from .child import Child, oom_kills, was_stopped
+from .child import Child, oom_kills
 from .client import Death, WorkerClient
 from .link import Link
 
