@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from llamaherd.errors import WorkerStartError
+from llamaherd.errors import InvalidParameterError, WorkerError
 from llamaherd.files.synthesize import synthesize
 from llamaherd.shard import ray_processes
 
 pytest.importorskip("ray", reason="pip install 'llamaherd[cluster]'")
+
+from llamaherd.shard import ray_nodes
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,11 +36,27 @@ def test_three_machines(tmp_path: Path) -> None:
     assert "all is well" in done.stdout
 
 
-def test_a_cluster_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("address", "kind", "what"),
+    [
+        ("127.0.0.1:1", WorkerError, "nothing answers"),
+        ("no-such-host.invalid", WorkerError, "nothing answers"),
+        ("127.0.0.1:99999", InvalidParameterError, "HOST:PORT"),
+        ("127.0.0.1:", InvalidParameterError, "HOST:PORT"),
+        (":6379", InvalidParameterError, "HOST:PORT"),
+        ("", InvalidParameterError, "HOST:PORT"),
+    ],
+)
+def test_a_cluster_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, kind: type[Exception], what: str
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "2")
-    with pytest.raises(WorkerStartError, match="Ray did not start"):
-        ray_processes.join("127.0.0.1:1", 1 << 30)
+    began = time.monotonic()
+    with pytest.raises(kind, match=what):
+        ray_processes.join(address, 1 << 30)
+    with pytest.raises(kind, match=what):
+        ray_nodes.connect(address)
+    assert time.monotonic() - began < 20
 
 
 def test_the_token_is_kept_for_this_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

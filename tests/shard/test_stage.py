@@ -13,10 +13,12 @@ from llamaherd.errors import (
     PositionError,
     RequestError,
     TokenError,
+    UnknownParameterError,
     UnsupportedFileError,
 )
 from llamaherd.files.synthesize import synthesize
 from llamaherd.shard.in_process import InProcessChain
+from llamaherd.shard.opening import open_stages
 from llamaherd.shard.pipeline import Pipeline
 from llamaherd.shard.slices import SliceStore
 from llamaherd.shard.stage import Stage
@@ -69,7 +71,20 @@ def test_a_stage_alone(six_layers, tmp_path):
             last.forward(hidden, N, zeros)
         with pytest.raises(TokenError):
             first.forward(N + 10**6, N + 3, zeros)
+        for bad in (N.astype(np.int64) + 2**40, N + 0.7, np.array([None] * 3), N[:, None][None], "abc", None):
+            with pytest.raises(RequestError, match=r"whole numbers|32 bits|token ids"):
+                first.forward(bad, N + 3, zeros)
+            with pytest.raises(RequestError, match=r"whole numbers|32 bits|token ids"):
+                first.forward(N, bad, zeros)
+        for outputs in ([True], np.ones((3, 1), bool)):
+            with pytest.raises(RequestError, match="outputs"):
+                first.forward(N, N + 3, zeros, outputs)
+        with pytest.raises(RequestError, match="floats"):
+            last.forward(hidden.astype(object), N + 3, zeros)
+        with pytest.raises(RequestError, match="a row for each draw"):
+            last.draw(logits, [None, None])
         assert first.memory.length(0) == 3
+        first.forward([1, 2, 3], [3, 4, 5], [0, 0, 0])  # lists do as well
 
 
 def test_slices_are_kept_and_found_by_content(six_layers, tmp_path):
@@ -98,8 +113,9 @@ def test_what_cannot_be_cut_is_refused(six_layers, tmp_path):
     store = SliceStore(tmp_path / "slices")
     with pytest.raises(InvalidParameterError, match="the whole"):
         Stage.load(six_layers, store=store, **SETTINGS)
-    with pytest.raises(InvalidParameterError):
-        Stage.load(six_layers, 3, 9, store=store, **SETTINGS)
+    for start, end in ((3, 9), (0.0, 3.0), ("0", "3"), (True, 3)):
+        with pytest.raises(InvalidParameterError):
+            Stage.load(six_layers, start, end, store=store, **SETTINGS)
     with pytest.raises(UnsupportedFileError, match="encoder"):
         Stage.load(synthesize(tmp_path / "t5.gguf", "t5"), 0, 1, store=store, **SETTINGS)
 
@@ -114,3 +130,38 @@ def test_stages_that_do_not_fit_together(six_layers, tmp_path):
             Pipeline(InProcessChain(stages[:1]), vocabulary)
     for stage in stages:
         stage.close()
+
+
+@pytest.mark.parametrize(
+    ("stages", "settings", "kind"),
+    [
+        (2.0, {}, InvalidParameterError),
+        ("2", {}, InvalidParameterError),
+        (True, {}, InvalidParameterError),
+        (2, {"model_params": 5}, InvalidParameterError),
+        (2, {"model_params": {5: 1}}, InvalidParameterError),
+        (2, {"model_params": {"progress": 1}}, UnknownParameterError),
+        (2, {"activations": "f64"}, InvalidParameterError),
+        (2, {"activations": None}, InvalidParameterError),
+        (2, {"activations": ["f32"]}, InvalidParameterError),
+        (2, {"start": 1}, UnknownParameterError),
+        (2, {"n_ctx": "many"}, InvalidParameterError),
+    ],
+)
+def test_settings_are_checked_before_anything_starts(six_layers, stages, settings, kind):
+    with pytest.raises(kind):
+        open_stages(six_layers, stages, **settings)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"x"])
+def test_a_path_is_a_path(path):
+    with pytest.raises(InvalidParameterError, match="path"):
+        open_stages(path, 2)
+
+
+def test_numbers_of_numpy_are_numbers(six_layers, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMAHERD_SLICES", str(tmp_path))
+    with open_stages(
+        six_layers, np.int64(2), n_ctx=np.int32(512), model_params={"check_tensors": np.bool_(True)}
+    ) as p:
+        assert p.n_ctx == 512

@@ -237,6 +237,8 @@ def join_command(
     from ..shard import ray_processes
 
     given = _memory(memory)
+    ray_processes.require_ray()
+    ray_processes.reach(address)  # before the speed is measured
     ray_processes.join(address, given, speed=_speed(speed, given), host=host)
     typer.echo(f"joined {address} with {format_size(given)}")
 

@@ -104,6 +104,9 @@ def check_cut(
             f"({', '.join(sorted(CUT_RULES))})",
         )
     layers = count_layers(model)
+    for name, value in (("start", start), ("end", end)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidParameterError(name, value, f"a layer's number, to {layers}")
     if not 0 <= start < layers:
         raise InvalidParameterError("start", start, f"a layer from 0 to {layers - 1}")
     if not start < end <= layers:

@@ -76,6 +76,8 @@ class _Process:
         self._await_answer()
         line = self._answer[0] if self._answer else b""
         if not line:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its end is a moment after its output's
+                self._process.wait(2)
             how = self.death() or f"it has not loaded within {_LOAD:.0f} s"
             raise WorkerStartError(f"stage {self.stage} did not start: {how}", how)
         started = msgspec.json.decode(line, type=Started)

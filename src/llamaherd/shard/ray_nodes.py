@@ -15,7 +15,7 @@ import ray.exceptions
 
 from ..errors import WorkerError
 from .plan import Node
-from .ray_processes import PORT, RESOURCE, SPEED
+from .ray_processes import RESOURCE, SPEED, reach
 
 __all__ = ["NAMESPACE", "ClusterNode", "connect", "nodes_of"]
 
@@ -58,9 +58,10 @@ def connect(address: str) -> None:
     """
     if ray.is_initialized():
         return
+    address = reach(address)
     try:
         ray.init(
-            address=address if ":" in address else f"{address}:{PORT}",
+            address=address,
             namespace=NAMESPACE,
             log_to_driver=False,
             logging_level=logging.WARNING,

@@ -6,13 +6,14 @@ import importlib.util
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import UnsupportedError, WorkerStartError
+from ..errors import InvalidParameterError, UnsupportedError, WorkerError, WorkerStartError
 
 __all__ = [
     "PORT",
@@ -20,6 +21,7 @@ __all__ = [
     "SPEED",
     "environment",
     "join",
+    "reach",
     "read_token",
     "require_ray",
     "start",
@@ -43,6 +45,7 @@ _SETTINGS = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_enable_open_telemetry": "0",
 }
+_REACH = 5.0  # seconds
 _OBJECT_STORE = 128 << 20  # bytes: slices go through it in pieces
 
 
@@ -86,6 +89,24 @@ def use_token() -> None:
     os.environ.update(environment(read_token()))
 
 
+def reach(address: str) -> str:
+    """HOST:PORT of an address where something listens: Ray itself would try for minutes.
+
+    Raises InvalidParameterError, WorkerError.
+    """
+    host, _, port = address.rpartition(":") if ":" in address else (address, ":", str(PORT))
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InvalidParameterError("cluster", address, "HOST or HOST:PORT of the first machine")
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH).close()
+    except (OSError, UnicodeError) as error:
+        cause = getattr(error, "strerror", None) or str(error)
+        raise WorkerError(
+            f"nothing answers at {host}:{port} ({cause}); is `llamaherd cluster start` running there?", cause
+        ) from error
+    return f"{host}:{port}"
+
+
 def start(memory: int, *, speed: float | None = None, host: str | None = None, port: int = PORT) -> str:
     """Begin a cluster on this machine; its token.
 
@@ -107,9 +128,12 @@ def start(memory: int, *, speed: float | None = None, host: str | None = None, p
 
 
 def join(address: str, memory: int, *, speed: float | None = None, host: str | None = None) -> None:
-    """Add this machine to a cluster; see start(). Raises WorkerStartError: it does not let us in."""
+    """Add this machine to a cluster; see start().
+
+    Raises WorkerError: there is none, or it does not let us in.
+    """
     require_ray()
-    arguments = [f"--address={address if ':' in address else f'{address}:{PORT}'}"]
+    arguments = [f"--address={reach(address)}"]
     if host is not None:
         arguments.append(f"--node-ip-address={host}")
     token = read_token()

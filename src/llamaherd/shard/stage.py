@@ -158,18 +158,26 @@ class Stage:
             DecodeAbortedError: abort() was called.
             DecodeError: llama.cpp failed; the sequences are as before.
         """
+        given: NDArray[Any] = np.asarray(inputs)
+        positions, sequences = _int32("positions", positions), _int32("sequences", sequences)
         n = len(positions)
-        if self.first != (inputs.ndim == 1):
+        if self.first != (given.ndim == 1):
             kind = "token ids [n]" if self.first else "hidden states [n, n_embd]"
             raise RequestError(f"the stage of layers [{self.start}, {self.end}) takes {kind}")
-        if outputs is None or not self.last:
+        if not self.first and given.dtype.kind != "f":
+            raise RequestError(f"hidden states are floats, not {given.dtype}")
+        if outputs is None:
+            outputs = np.ones(n, np.bool_)
+        elif np.shape(outputs) != (n,):
+            raise RequestError(f"outputs has shape {np.shape(outputs)}, not ({n},), one for each position")
+        elif not self.last:
             outputs = np.ones(n, np.bool_)
         batch = Batch(
-            tokens=np.asarray(inputs, np.int32) if self.first else None,
+            tokens=_int32("inputs", given) if self.first else None,
             positions=positions,
             sequences=sequences,
-            outputs=outputs,
-            embeddings=None if self.first else np.asarray(inputs, np.float32),
+            outputs=np.asarray(outputs, np.bool_),
+            embeddings=None if self.first else np.asarray(given, np.float32),
         )
         if self.last:
             logits: FloatArray = self._context.decode(batch).copy()
@@ -188,7 +196,12 @@ class Stage:
 
         Returns:
             For each row its logits, or a Pick, or the error that a draw came to (such as LogitsError).
+
+        Raises RequestError: the shapes do not fit.
         """
+        shape = (len(draws), self.model.vocabulary.n_tokens)
+        if np.shape(logits) != shape:
+            raise RequestError(f"logits have shape {np.shape(logits)}, not {shape}, a row for each draw")
         return self._drawer.draw(logits, draws)
 
     def trim(self, sequence: int, length: int) -> None:
@@ -215,3 +228,13 @@ class Stage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _int32(name: str, values: NDArray[Any]) -> IntArray:
+    """Whole numbers as llama.cpp takes them. Raises RequestError."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise RequestError(f"{name} are whole numbers [n], not {array.dtype} of shape {array.shape}")
+    if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+        raise RequestError(f"{name} go from {array.min()} to {array.max()}, which is not within 32 bits")
+    return array.astype(np.int32)
