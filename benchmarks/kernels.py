@@ -4,6 +4,10 @@
     python benchmarks/kernels.py --types Q4_1 Q6_K --shapes 4096x4096 --rows 1 8 512
     python benchmarks/kernels.py --attention                  # attention beside stock's
     python benchmarks/kernels.py --models                     # end to end: SmolLM2 in several types
+    python benchmarks/kernels.py --quality                    # how near its logits are to those of exact activations
+
+Any of them with --json FILE also appends each row to FILE, as a line of JSON with the machine's facts: products and attention in
+seconds, models in tokens a second, NLL and KL in nats a token.
 
 Stock is measured on its best path (its repacked layout where it has one). Both run on ggml's own threads, in turns;
 medians. With --threads 1 the time is the CPU's, which other processes on the machine disturb less. GOPS: 2 x K x N x rows a second. GB/s: bytes of the weights as the file holds them, read once a product
@@ -13,6 +17,7 @@ medians. With --threads 1 the time is the CPU's, which other processes on the ma
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -23,6 +28,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+
+from quality import compare_quality
+from rows import Rows
 
 TYPES = [
     "Q4_0",
@@ -56,6 +64,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of whole models")
     parser.add_argument("--models", action="store_true", help="whole models instead of products")
     parser.add_argument("--attention", action="store_true", help="attention instead of products")
+    parser.add_argument("--quality", action="store_true", help="likelihood and KL divergence of whole models")
+    parser.add_argument("--tokens", type=int, default=20000, help="of text, with --quality")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append each row, as a line of JSON")
     parser.add_argument("--cache", nargs="+", default=["F16", "Q8_0"], help="types of keys and values")
     parser.add_argument("--heads", nargs="+", default=["9/3x64", "32/8x128"], help="queries/keys x columns")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -64,18 +75,20 @@ def main() -> None:
         if os.environ["LLAMAHERD_KERNELS"] != "off":
             import llamaherd_kernels
 
+            from llamaherd.native.amx import without_amx
+
             attention = os.environ["LLAMAHERD_BENCHMARK_ATTENTION"] == "on"
-            llamaherd_kernels.enable(level=options.level, attention=attention)
+            with without_amx():  # llama.cpp makes its list of kernels here, before the model is loaded
+                llamaherd_kernels.enable(level=options.level, attention=attention)
         print(json.dumps(measure_model(Path(options.one), options.threads)))
-    elif options.models:
-        compare_models(options)
-    elif options.attention:
-        compare_attention(options)
     else:
-        compare_products(options)
+        mode, compare = next(
+            (mode, compare) for mode, compare in MODES.items() if getattr(options, mode, mode == "products")
+        )
+        compare(options, Rows(options.json, mode=mode, threads=options.threads, level=options.level))
 
 
-def compare_products(options: argparse.Namespace) -> None:
+def compare_products(options: argparse.Namespace, rows: Rows) -> None:
     import llamaherd_kernels
     from llamaherd_kernels.measure import compare_products as compare
     from llamaherd_kernels.measure import peak_gops, read_gigabytes
@@ -98,9 +111,18 @@ def compare_products(options: argparse.Namespace) -> None:
             f"{m.gops:7.0f}{m.gops / peak:5.0%}{m.gigabytes:6.1f}{m.gigabytes / read:5.0%}  {m.stock_path}",
             flush=True,
         )
+        rows.add(
+            **dataclasses.asdict(m),
+            level=status.level,
+            ratio=m.ratio,
+            gops=m.gops,
+            gigabytes=m.gigabytes,
+            peak_gops=peak,
+            read_gigabytes=read,
+        )
 
 
-def compare_attention(options: argparse.Namespace) -> None:
+def compare_attention(options: argparse.Namespace, rows: Rows) -> None:
     import llamaherd_kernels
     from llamaherd_kernels.measure import compare_attention as compare
 
@@ -138,12 +160,13 @@ def compare_attention(options: argparse.Namespace) -> None:
                     f"{m.ratio:7.2f}{m.gflops:8.1f}",
                     flush=True,
                 )
+                rows.add(**dataclasses.asdict(m), level=status.level, ratio=m.ratio)
 
 
 MODEL_TYPES = ["Q4_0", "Q4_1", "Q8_0", "Q4_K_M", "Q6_K", "BF16"]
 
 
-def compare_models(options: argparse.Namespace) -> None:
+def compare_models(options: argparse.Namespace, rows: Rows) -> None:
     """SmolLM2 in several types; each measurement in a process of its own, in turns.
 
     "products": with stock's attention.
@@ -192,6 +215,14 @@ def compare_models(options: argparse.Namespace) -> None:
                 print(
                     f"{name:8}{what:>22}{stock:9.0f}{products:9.0f}{ours:9.0f}{ours / stock:10.2f}{ours / products:13.2f}",
                     flush=True,
+                )
+                rows.add(
+                    type=name,
+                    what=what,
+                    stock=stock,
+                    products=products,
+                    ours=ours,
+                    rounds={mode: [run[what] for run in runs] for mode, runs in found.items()},
                 )
             if path != demo_model():
                 path.unlink()
@@ -255,6 +286,14 @@ def measure_model(path: Path, threads: int) -> dict[str, float]:
                         context.memory.release(fork)
                     context.memory.trim(root, depth)
         return {what: max(values) for what, values in found.items()}
+
+
+MODES = {
+    "models": compare_models,
+    "attention": compare_attention,
+    "quality": compare_quality,
+    "products": compare_products,
+}
 
 
 if __name__ == "__main__":
