@@ -709,3 +709,11 @@ def test_states_of_a_context_that_turns_positions_otherwise(make_context, make_b
     with pytest.raises(StateMismatchError, match="rope"):
         make_context(rope_freq_base=5000.0).restore_sequence(saved)
     make_context(type_k="F16", type_v=1).restore_sequence(saved)  # the same types by other names
+
+
+def test_a_divided_cache_of_an_encoder_decoder_model_is_refused(tmp_path):
+    """llama.cpp would abort while it makes the context."""
+    with Model.load(synthesize(tmp_path / "t5.gguf", "t5")) as model:
+        with pytest.raises(InvalidParameterError, match="kv_unified"):
+            Context(model, n_seq_max=4, kv_unified=False)
+        Context(model, n_seq_max=4)

@@ -120,11 +120,23 @@ def test_405_billions_on_paper():
         ("llama:layers=3,heads=4", UnknownParameterError),
         ("llama:layers=-3,n_embd=64,n_heads=4,n_kv_heads=2,n_ff=160", InvalidParameterError),
         ("llama:layers=3,n_embd=64,n_heads=4,n_kv_heads=2,n_ff=160,type=q9", InvalidParameterError),
+        ("llama:layers=999999999,n_embd=64,n_heads=4,n_kv_heads=2,n_ff=160", InvalidParameterError),
+        ("llama:layers=2,n_embd=16385,n_heads=128,n_kv_heads=8,n_ff=5", InvalidParameterError),
     ],
 )
 def test_bad_models_on_paper(text, error):
     with pytest.raises(error):
         costs_on_paper(text)
+
+
+@pytest.mark.parametrize("field", ["bandwidth", "link", "latency"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
+def test_speeds_of_nodes_are_checked(field, value):
+    if (field, value) == ("latency", 0.0):
+        assert Node("a", 1, latency=0.0).latency == 0
+        return
+    with pytest.raises(InvalidParameterError, match=field):
+        Node("a", 1, **{field: value})
 
 
 @pytest.mark.parametrize("stages", range(1, 13))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaherd.errors import InvalidParameterError, WorkerError
+from llamaherd.errors import InvalidParameterError, WorkerError, WorkerStartError
 from llamaherd.files.synthesize import synthesize
 from llamaherd.shard import ray_processes
 
@@ -68,3 +69,33 @@ def test_the_token_is_kept_for_this_user_only(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "llamaherd" / "cluster-token").stat().st_mode & 0o777 == 0o600
     monkeypatch.setenv("LLAMAHERD_CLUSTER_TOKEN", "other")
     assert ray_processes.environment(ray_processes.read_token())["RAY_AUTH_TOKEN"] == "other"
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "what"),
+    [
+        ({"port": 0}, InvalidParameterError, "65535"),
+        ({"port": -1}, InvalidParameterError, "65535"),
+        ({"port": 99999999}, InvalidParameterError, "65535"),
+        ({"host": "no-such-host.invalid"}, InvalidParameterError, "this machine"),
+        ({"host": "192.0.2.77"}, InvalidParameterError, "this machine"),
+    ],
+)
+def test_a_cluster_begins_at_an_address_of_this_machine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, object],
+    kind: type[Exception],
+    what: str,
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with pytest.raises(kind, match=what):
+        ray_processes.start(1 << 30, **settings)
+    assert not list(tmp_path.iterdir()), "the token of a cluster that may run is kept"
+
+
+def test_a_cluster_does_not_begin_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(WorkerStartError, match="already"):
+        ray_processes.start(1 << 30, port=taken.getsockname()[1])
+    assert not list(tmp_path.iterdir())

@@ -305,7 +305,10 @@ def rebalance_command(
 
 
 def stop_command() -> None:
-    """End this machine's part of the cluster; on the first machine, all of it."""
+    """End this machine's part of the cluster; on the first machine, all of it.
+
+    That is all Ray processes of this user here: other clusters and projects that use Ray lose theirs as well.
+    """
     from ..shard import ray_processes
 
     ray_processes.stop()

@@ -55,6 +55,10 @@ def check_settings(model: Model, settings: dict[str, Any]) -> None:
             False,
             "true, or kv_unified=False: llama.cpp never frees window cells that forks share",
         )
+    if model.has_encoder and model.has_decoder and not settings["kv_unified"]:
+        raise InvalidParameterError(
+            "kv_unified", False, "true with encoder-decoder models, whose graph llama.cpp cannot divide"
+        )
     outputs = outputs_max or settings.get("n_batch", 2048)
     if min(outputs, max(settings["n_ctx"], 256)) < n_seq:
         raise InvalidParameterError(

@@ -110,6 +110,7 @@ _PAPER = {
     "layers": None, "n_embd": None, "n_heads": None, "n_kv_heads": None, "n_ff": None, "n_vocab": 128256,
     "n_experts": 8, "n_experts_used": 2, "type": "q4_k", "head_type": "q6_k",
 }  # fmt: skip
+_MOST_LAYERS = 1000  # every cut of them is considered
 
 
 def costs_on_paper(text: str) -> ModelCosts:
@@ -133,6 +134,8 @@ def costs_on_paper(text: str) -> ModelCosts:
         known = sorted(k for k, a in ARCHITECTURES.items() if a.gguf in CUT_RULES)
         raise InvalidParameterError("architecture", name, f"one of {', '.join(known)}")
     sizes = {key: _number(key, given.get(key, value)) for key, value in _PAPER.items() if "type" not in key}
+    if sizes["layers"] > _MOST_LAYERS:
+        raise InvalidParameterError("layers", sizes["layers"], f"at most {_MOST_LAYERS}")
     n_head = row.head_size or sizes["n_embd"] // max(1, sizes["n_heads"])
     shape = Shape(**sizes, n_head=n_head, n_rot=int(n_head * row.rotary), n_ctx=1, sliding_window=1)
     matrices, ends = (_type(key, given.get(key, str(_PAPER[key]))) for key in ("type", "head_type"))
@@ -141,7 +144,12 @@ def costs_on_paper(text: str) -> ModelCosts:
     for weight in row.list_weights(shape, row.head == "tied"):
         block = BLOCK.fullmatch(weight.name)
         kind = named_type("f32") if len(weight.shape) == 1 else matrices if block else ends
-        size = kind.nbytes(weight.shape)
+        try:
+            size = kind.nbytes(weight.shape)
+        except ValueError as error:
+            raise InvalidParameterError(
+                weight.name, weight.shape, f"of a type that fits; {error}: take another type or head_type"
+            ) from error
         if block is not None:
             by_layer[int(block[1])] += size
         elif weight.name in ("token_embd.weight", "position_embd.weight"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,13 @@ class Node:
     bandwidth: float = _BANDWIDTH
     latency: float = _LATENCY
     link: float = _LINK
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "link"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InvalidParameterError(name, getattr(self, name), "bytes a second, more than 0")
+        if not 0 <= self.latency < math.inf:
+            raise InvalidParameterError("latency", self.latency, "seconds, at least 0")
 
 
 @dataclass(frozen=True)

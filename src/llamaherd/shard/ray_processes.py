@@ -107,6 +107,13 @@ def reach(address: str) -> str:
     return f"{host}:{port}"
 
 
+def _listens(host: str, port: int) -> bool:
+    with suppress(WorkerError):
+        reach(f"{host}:{port}")
+        return True
+    return False
+
+
 def start(memory: int, *, speed: float | None = None, host: str | None = None, port: int = PORT) -> str:
     """Begin a cluster on this machine; its token.
 
@@ -115,9 +122,17 @@ def start(memory: int, *, speed: float | None = None, host: str | None = None, p
         speed: bytes of weights that it reads in a second, if that was measured.
         host, port: where the others find it.
 
-    Raises WorkerStartError.
+    Raises InvalidParameterError, WorkerStartError.
     """
     require_ray()
+    if isinstance(port, bool) or not 0 < port < 65536:
+        raise InvalidParameterError("port", port, "from 1 to 65535")
+    _check_host(host)
+    if _listens(host or "127.0.0.1", port):
+        raise WorkerStartError(
+            f"something listens at port {port} already; if it is a cluster, others can join it, and "
+            "`llamaherd cluster stop` ends it; else take another --port"
+        )
     token = os.environ.get("LLAMAHERD_CLUSTER_TOKEN") or secrets.token_hex(32)
     arguments = ["--head", f"--port={port}", "--include-dashboard=false"]
     if host is not None:
@@ -127,12 +142,25 @@ def start(memory: int, *, speed: float | None = None, host: str | None = None, p
     return token
 
 
+def _check_host(host: str | None) -> None:
+    """Raise InvalidParameterError if that is no name or address of this machine."""
+    if host is None:
+        return
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise InvalidParameterError("host", host, "a name or address of this machine") from error
+
+
 def join(address: str, memory: int, *, speed: float | None = None, host: str | None = None) -> None:
     """Add this machine to a cluster; see start().
 
     Raises WorkerError: there is none, or it does not let us in.
     """
     require_ray()
+    _check_host(host)
     arguments = [f"--address={reach(address)}"]
     if host is not None:
         arguments.append(f"--node-ip-address={host}")
@@ -153,7 +181,7 @@ def _ray_start(arguments: Sequence[str], memory: int, speed: float | None, token
 
 
 def stop() -> None:
-    """End all Ray processes of this user on this machine."""
+    """End all Ray processes of this user on this machine, those of other clusters and projects as well."""
     require_ray()
     _run(["stop"], {}, "Ray did not stop")
 
