@@ -195,6 +195,18 @@ def main() -> None:
         print(f"8 streams over a killed replica took {time.monotonic() - began:.1f} s", flush=True)
         wait_for(lambda: server.status()["restarts"] == 2 and all(r["ready"] for r in server.replicas()))
 
+        # one is frozen: it is noticed, and Serve puts another in its place
+        def freeze_replica() -> None:
+            frozen.append(psutil.Process(server.replicas()[1]["pid"]).parent())
+            frozen[0].suspend()
+
+        frozen: list[psutil.Process] = []
+        began = time.monotonic()
+        assert all_at_once(server, freeze_replica) == wanted
+        print(f"8 streams over a frozen replica took {time.monotonic() - began:.1f} s", flush=True)
+        frozen[0].kill()
+        wait_for(lambda: server.status()["restarts"] == 3 and all(r["ready"] for r in server.replicas()))
+
         def kill_machine() -> None:
             # the one that holds a replica, and not the head with Serve's controller
             for node in cluster.worker_nodes:
@@ -207,7 +219,7 @@ def main() -> None:
         began = time.monotonic()
         assert all_at_once(server, kill_machine) == wanted
         print(f"8 streams over a lost machine took {time.monotonic() - began:.1f} s", flush=True)
-        wait_for(lambda: server.status()["restarts"] == 3 and all(r["ready"] for r in server.replicas()), 90)
+        wait_for(lambda: server.status()["restarts"] == 4 and all(r["ready"] for r in server.replicas()), 90)
     wait_for(lambda: all(n.free == n.memory for n in ray_nodes.nodes_of()))  # all is given back
     a_machine_without_the_file()
 

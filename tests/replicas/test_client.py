@@ -9,7 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from llamaherd.errors import ClosedError, QueueFullError, RequestError, WorkerDiedError, WorkerStartError
+from llamaherd.errors import (
+    ClosedError,
+    QueueFullError,
+    RequestError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerStartError,
+)
 from llamaherd.replicas.client import ReplicaLostError, ReplicasClient
 from llamaherd.replicas.fleet import Fleet, ReplicaStatus, add_stats
 from llamaherd.types import (
@@ -186,6 +193,25 @@ def test_calls_go_to_another_replica_too() -> None:
     run(test)
 
 
+def test_a_silent_replica_is_given_up() -> None:
+    async def test() -> None:
+        silent, other = CountingReplica(), CountingReplica()
+        client = client_of(silent, other)
+        stream = client.submit(GenerationRequest("x", max_tokens=6))
+        assert isinstance(await anext(stream), Token)
+        silent.hold.clear()
+        await asyncio.sleep(0.05)
+        client.give_up("r0", "it gives no sign of life")
+        end = await stream.result()
+        assert end.completions[0].tokens == tuple(range(6))
+        assert other.asked[0].resume
+        await asyncio.sleep(0.05)
+        assert silent.closed == 1
+        assert client.loads == {"r0": 0, "r1": 0}
+
+    run(test)
+
+
 class FixedLauncher:
     def __init__(self, replicas: dict[str, Any]) -> None:
         self.replicas, self.closed = replicas, 0
@@ -219,6 +245,30 @@ def test_a_fleet_notices_who_is_gone_and_who_is_new(monkeypatch: pytest.MonkeyPa
         assert "replica a was lost" in fleet.last_death
         await fleet.close()
         assert launcher.closed == 1
+
+    run(test)
+
+
+def test_requests_fail_when_no_replica_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamaherd.replicas.fleet._LOOK_EVERY", 0.02)
+    monkeypatch.setattr("llamaherd.replicas.fleet._DESPAIR", 0.2)
+
+    async def test() -> None:
+        only = CountingReplica()
+        only.hold.clear()
+        fleet = Fleet(wire.WorkerConfig(), FixedLauncher({"a": only}))
+        await fleet.start()
+        stream = fleet.client.submit(GenerationRequest("x", max_tokens=5))
+        only.gone = True
+        with pytest.raises(WorkerError, match=r"no replica of model has answered for 0\.2 s"):
+            await stream.result()
+        with pytest.raises(WorkerError, match="no replica"):
+            fleet.client.submit(GenerationRequest("x", max_tokens=5))
+        only.gone = False
+        only.hold.set()
+        await asyncio.sleep(0.2)
+        assert (await fleet.client.submit(GenerationRequest("x", max_tokens=5)).result()).completions
+        await fleet.close()
 
     run(test)
 

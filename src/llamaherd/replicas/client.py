@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class _Member:
     replica: Replica
     ready: bool = False
     requests: int = 0
+    lost: asyncio.Future[str] | None = None  # done, with the cause, when what is under way there is given up
 
 
 class ReplicasClient:
@@ -66,7 +67,7 @@ class ReplicasClient:
         self._affinity = Affinity()
         self._max_open = max_open
         self._max_buffered = max_buffered_events
-        self._tasks: dict[asyncio.Task[None], RequestStream] = {}
+        self._tasks: dict[RequestStream, asyncio.Task[None]] = {}
         self._some_ready = asyncio.Event()
         self._refusal: LlamaherdError | None = None
 
@@ -89,8 +90,8 @@ class ReplicasClient:
 
         stream = RequestStream(request.request_id, self._max_buffered, cancel)
         task = asyncio.create_task(self._run(Record(request), stream))
-        self._tasks[task] = stream
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        self._tasks[stream] = task
+        task.add_done_callback(lambda done: self._tasks.pop(stream, None))
         return stream
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
@@ -121,10 +122,19 @@ class ReplicasClient:
         if member.ready and not ready:
             self._affinity.forget(name)
         member.ready = ready
+        if ready:
+            self._refusal = None
         if any(m.ready for m in self._members.values()):
             self._some_ready.set()
         else:
             self._some_ready.clear()
+
+    def give_up(self, name: str, cause: str) -> None:
+        """A replica is lost without a word: what is under way there goes on elsewhere."""
+        self.set_ready(name, False)
+        lost, self._members[name].lost = self._members[name].lost, None
+        if lost is not None:
+            lost.set_result(cause)
 
     @property
     def loads(self) -> dict[str, int]:
@@ -132,9 +142,9 @@ class ReplicasClient:
         return {name: member.requests for name, member in self._members.items()}
 
     def refuse(self, error: LlamaherdError) -> None:
-        """End all that is open with this error, and refuse what comes."""
+        """End all that is open with this error, and refuse what comes, until a replica is ready."""
         self._refusal = error
-        for task, stream in list(self._tasks.items()):
+        for stream, task in list(self._tasks.items()):
             stream.push(Failed(error, Usage(0, 0)))
             task.cancel()
 
@@ -155,10 +165,8 @@ class ReplicasClient:
             self._end(stream, Failed(error, record.usage()))
 
     def _end(self, stream: RequestStream, event: Finished | Failed) -> None:
-        """The last event of a stream, by its own task, which counts no more."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.pop(task, None)
+        """The last event of a stream, which counts no more."""
+        self._tasks.pop(stream, None)
         stream.push(event)
 
     async def _follow(
@@ -197,7 +205,10 @@ class ReplicasClient:
         return reply
 
     async def _persist(
-        self, prompt: Prompt, attempt: Callable[[Replica], Awaitable[_T]], record: Record | None = None
+        self,
+        prompt: Prompt,
+        attempt: Callable[[Replica], Coroutine[Any, Any, _T]],
+        record: Record | None = None,
     ) -> _T:
         """Try it with one replica after another. Raises WorkerDiedError: too many were lost over it."""
         count = _Setbacks() if record is None else record
@@ -210,7 +221,7 @@ class ReplicasClient:
             member = self._members[name]
             member.requests += 1
             try:
-                return await attempt(member.replica)
+                return await _unless_lost(attempt(member.replica), member)
             except ReplicaLostError as error:
                 log.warning("replica %s was lost: %s", name, error)
                 count.setbacks += 1
@@ -224,6 +235,24 @@ class ReplicasClient:
             finally:
                 member.requests -= 1
             await asyncio.sleep(_PAUSE)
+
+
+async def _unless_lost(attempt: Coroutine[Any, Any, _T], member: _Member) -> _T:
+    """What an attempt comes to. Raises ReplicaLostError when its replica is given up meanwhile."""
+    if member.lost is None:
+        member.lost = asyncio.get_running_loop().create_future()
+    lost = member.lost
+    task = asyncio.create_task(attempt)
+    try:
+        either: set[asyncio.Future[Any]] = {task, lost}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ReplicaLostError(lost.result())
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=_PAUSE)
 
 
 @dataclasses.dataclass

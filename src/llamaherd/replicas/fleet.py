@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
 
-from ..errors import ClosedError, WorkerStartError
+from ..errors import ClosedError, WorkerError, WorkerStartError
 from ..worker import wire
 from .client import Replica, ReplicaLostError, ReplicasClient
 
@@ -18,7 +19,8 @@ __all__ = ["Fleet", "Launcher", "ReplicaStatus", "WatchedReplica"]
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 1.0  # seconds
-_PATIENCE = 5.0  # seconds that a look may take
+_PATIENCE = 4.0  # seconds that a look may take
+_DESPAIR = 60.0  # seconds without any replica after which requests fail
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
@@ -90,6 +92,7 @@ class Fleet:
         self._replicas: Mapping[str, WatchedReplica] = {}
         self._looks: dict[str, ReplicaStatus] = {}
         self._last_death = ""
+        self._last_ready = time.monotonic()
         self._lost = 0  # replicas, and workers of lost replicas
         self._tasks: list[asyncio.Task[None]] = []
         self.client = self._client()
@@ -120,6 +123,7 @@ class Fleet:
             self.info = look.info
             self._tasks.append(asyncio.create_task(self._watch(name, replica)))
         assert self.info is not None
+        self._last_ready = time.monotonic()
         return self.info
 
     async def close(self) -> None:
@@ -142,11 +146,17 @@ class Fleet:
             data = await asyncio.wait_for(replica.status(), patience)
         except (ReplicaLostError, asyncio.TimeoutError) as error:
             before = self._looks.get(name)
+            cause = str(error) or "it gives no sign of life"
             if before is not None and before.ready:
-                cause = str(error) or f"gave no sign of life for {patience:g} s"
                 log.error("replica %s of %s does not answer: %s", name, self.name, cause)
                 self._looks[name] = msgspec.structs.replace(before, ready=False)
-            self.client.set_ready(name, False)
+                self.client.set_ready(name, False)
+            else:  # the second time
+                self.client.give_up(name, cause)
+            if time.monotonic() - self._last_ready > _DESPAIR:
+                self.client.refuse(
+                    WorkerError(f"no replica of {self.name} has answered for {_DESPAIR:g} s", cause)
+                )
             return None
         look = msgspec.msgpack.decode(data, type=ReplicaStatus)
         before = self._looks.get(name)
@@ -157,6 +167,11 @@ class Fleet:
             log.error("%s; it is back on %s", self._last_death, look.host)
         self._looks[name] = look
         self.client.set_ready(name, look.ready)
+        if look.ready:
+            self._last_ready = time.monotonic()
+        elif time.monotonic() - self._last_ready > _DESPAIR:
+            cause = look.last_death or "their workers are not ready"
+            self.client.refuse(WorkerError(f"no replica of {self.name} was ready for {_DESPAIR:g} s", cause))
         return look
 
     @property
