@@ -43,6 +43,7 @@ _SETTINGS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "15",  # nor a lost head, after 60
     "RAY_enable_open_telemetry": "0",
 }
 _REACH = 5.0  # seconds
