@@ -24,7 +24,7 @@ from typing import Any
 
 # two pools that spin would fight
 if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
-    os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="200")
+    os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
 
 import numpy as np
 import torch

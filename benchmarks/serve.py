@@ -88,7 +88,7 @@ def start(name: str, args: argparse.Namespace) -> Peer:
         command = [sys.executable, "-c", PEER, args.model]
         command += [str(v) for v in (port, args.threads, slots, n_ctx)]
     environment = os.environ | (
-        {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "200"} if args.same_wait_policy else {}
+        {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"} if args.same_wait_policy else {}
     )
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment

@@ -205,7 +205,7 @@ PEERS = {"ours": Ours, "loop": Loop, "llama": LlamaClass, "server": Server}
 def serve(kind: str, path: str, args: argparse.Namespace, pipe: Connection) -> None:
     """In the peer's own process: load, then time each prompt that comes."""
     if args.same_wait_policy:
-        os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="200")
+        os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 2)
     try:

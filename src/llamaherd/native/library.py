@@ -30,10 +30,10 @@ _CONTINUE = 5
 
 def _import() -> Any:
     # unless told otherwise before it is loaded, OpenMP's threads spin long while they wait for each other,
-    # which beside another busy process costs most of the speed; sleeping at once costs up to a third of it
-    # on an idle machine. So they spin shortly, then sleep (docs/decisions.md has the figures)
+    # which beside another busy process costs most of the speed; sleeping soon costs five sixths of it where
+    # an idle CPU wakes up late. So they spin shortly, then sleep (docs/decisions.md has the figures)
     if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
-        os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="200")
+        os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
     try:
         from llama_cpp import llama_cpp
     except Exception as error:
