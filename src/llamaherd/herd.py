@@ -111,11 +111,13 @@ class Herd:
         Ending the iteration early, or cancelling the task, cancels the request.
         """
         loop = asyncio.get_running_loop()
-        submitting = loop.run_in_executor(None, self.submit, request)
+        submission = _Submission()
+        submitting = loop.run_in_executor(None, lambda: submission.keep(self.submit(request)))
         try:
             handle = await asyncio.shield(submitting)
         except asyncio.CancelledError:
-            submitting.add_done_callback(_cancel_submitted)
+            submitting.add_done_callback(_forget_failure)
+            submission.cancel()
             raise
         changed = asyncio.Event()
 
@@ -215,7 +217,34 @@ def _stream(handle: Handle) -> Iterator[Event | None]:
         handle.cancel()
 
 
-def _cancel_submitted(submitting: asyncio.Future[Handle]) -> None:
-    """Nobody waits for this request any more."""
-    if not submitting.cancelled() and submitting.exception() is None:
-        submitting.result().cancel()
+class _Submission:
+    """A request that is being submitted in another thread, and may be cancelled meanwhile.
+
+    Without the event loop's help, which may be closed by the time that the request is in.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handle: Handle | None = None
+        self._cancelled = False
+
+    def keep(self, handle: Handle) -> Handle:
+        """The request is in; nobody may wait for it any more."""
+        with self._lock:
+            self._handle, cancelled = handle, self._cancelled
+        if cancelled:
+            handle.cancel()
+        return handle
+
+    def cancel(self) -> None:
+        """Nobody waits for it."""
+        with self._lock:
+            self._cancelled, handle = True, self._handle
+        if handle is not None:
+            handle.cancel()
+
+
+def _forget_failure(submitting: asyncio.Future[Handle]) -> None:
+    """It was refused, and nobody asks why any more."""
+    if not submitting.cancelled():
+        submitting.exception()

@@ -34,6 +34,7 @@ from ..shard.ray_processes import RESOURCE
 from ..shard.slices import SliceStore, content_hash
 from ..types import Failed, Finished, Usage
 from ..worker import wire
+from ..worker.client import WorkerClient
 from ..worker.supervisor import Supervisor
 from .client import ReplicaLostError
 from .fleet import ReplicaStatus
@@ -144,15 +145,20 @@ class _Engine:
         )  # fmt: skip
         return msgspec.msgpack.encode(look)
 
+    async def _client(self) -> WorkerClient:
+        """The worker's, once it has been started. Raises what keeps it from that."""
+        await asyncio.shield(self._starting)
+        if self._supervisor is None:
+            raise self._error or WorkerStartError("the worker has not started")
+        return self._supervisor.client
+
     async def generate(self, data: bytes) -> AsyncGenerator[bytes, None]:
         """A request's Events."""
         submit = wire.decode_down(data)
         assert isinstance(submit, wire.Submit)
-        await asyncio.shield(self._starting)
         try:
-            if self._supervisor is None:
-                raise self._error or WorkerStartError("the worker has not started")
-            async with self._supervisor.client.submit(wire.unpack_request(submit.request)) as stream:
+            client = await self._client()
+            async with client.submit(wire.unpack_request(submit.request)) as stream:
                 async for events in stream.batches():
                     yield wire.encode(_packed(events))
         except LlamaherdError as error:
@@ -162,11 +168,8 @@ class _Engine:
         """The Reply to a Call."""
         call = wire.decode_down(data)
         assert isinstance(call, wire.Call)
-        await asyncio.shield(self._starting)
         try:
-            if self._supervisor is None:
-                raise self._error or WorkerStartError("the worker has not started")
-            return wire.encode(await self._supervisor.client.call(call.call))
+            return wire.encode(await (await self._client()).call(call.call))
         except LlamaherdError as error:
             return wire.encode(wire.Reply(0, error=wire.pack_error(error)))
 
