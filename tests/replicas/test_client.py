@@ -212,6 +212,23 @@ def test_a_silent_replica_is_given_up() -> None:
     run(test)
 
 
+def test_calls_that_wait_for_a_replica_fail_with_the_refusal() -> None:
+    async def test() -> None:
+        client = client_of(CountingReplica())
+        client.set_ready("r0", False)
+        waiting = asyncio.create_task(client.tokenize("x"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        client.refuse(WorkerError("none comes back"))
+        client.set_ready("r0", False)
+        with pytest.raises(WorkerError, match="none comes back"):
+            await waiting
+        client.set_ready("r0", True)
+        assert await client.tokenize("x") == [1, 2, 3]
+
+    run(test)
+
+
 class FixedLauncher:
     def __init__(self, replicas: dict[str, Any]) -> None:
         self.replicas, self.closed = replicas, 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from tests.ray_programs import run_program
 
 from llamaherd.errors import InvalidParameterError, WorkerError, WorkerStartError
 from llamaherd.files.synthesize import synthesize
@@ -19,22 +17,10 @@ pytest.importorskip("ray", reason="pip install 'llamaherd[cluster]'")
 
 from llamaherd.shard import ray_nodes
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_three_machines(tmp_path: Path) -> None:
     path = synthesize(tmp_path / "six.gguf", "llama", layers=6, type="q8_0", n_ctx=1024)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.shard.ray_program", str(path), str(tmp_path / "slices")],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert "all is well" in done.stdout
+    run_program("tests.shard.ray_program", path, tmp_path / "slices")
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
-
-import numpy as np
 
 from ..errors import LlamaherdError, QueueFullError, WorkerDiedError
 from ..types import Failed, Finished, GenerationRequest, Prompt, Usage
 from ..worker import wire
-from ..worker.client import Embeddings, RequestStream
+from ..worker.client import Calls, RequestStream
 from ..worker.record import Record
 from .affinity import Affinity
 
@@ -51,7 +49,7 @@ class _Member:
     lost: asyncio.Future[str] | None = None  # done, with the cause, when what is under way there is given up
 
 
-class ReplicasClient:
+class ReplicasClient(Calls):
     """What `WorkerClient` is to one worker, to several replicas. For one event loop.
 
     Args:
@@ -94,21 +92,6 @@ class ReplicasClient:
         task.add_done_callback(lambda done: self._tasks.pop(stream, None))
         return stream
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """The prompt's token ids."""
-        return (await self._call(wire.TokenizeCall(wire.pack_prompt(prompt)))).tokens or []
-
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of token ids. Raises TokenError."""
-        call = wire.TokenizeCall(wire.WirePrompt(tokens=list(tokens)), detokenize=True)
-        return (await self._call(call)).text or ""
-
-    async def embed(self, prompts: Sequence[Prompt], *, normalize: bool = True) -> Embeddings:
-        """Embeddings of prompts, as many as fit in one batch. Raises PromptTooLongError, RequestError."""
-        reply = await self._call(wire.EmbedCall([wire.pack_prompt(p) for p in prompts], normalize))
-        rows = np.frombuffer(reply.rows or b"", np.float32).reshape(len(prompts), reply.width)
-        return Embeddings(rows, reply.n_tokens)
-
     @property
     def open_requests(self) -> int:
         """Requests that have not ended."""
@@ -124,7 +107,7 @@ class ReplicasClient:
         member.ready = ready
         if ready:
             self._refusal = None
-        if any(m.ready for m in self._members.values()):
+        if self._refusal is not None or any(m.ready for m in self._members.values()):
             self._some_ready.set()
         else:
             self._some_ready.clear()
@@ -144,6 +127,7 @@ class ReplicasClient:
     def refuse(self, error: LlamaherdError) -> None:
         """End all that is open with this error, and refuse what comes, until a replica is ready."""
         self._refusal = error
+        self._some_ready.set()  # calls that wait for one learn it
         for stream, task in list(self._tasks.items()):
             stream.push(Failed(error, Usage(0, 0)))
             task.cancel()
@@ -189,7 +173,8 @@ class ReplicasClient:
                     return True
         raise ReplicaLostError("it ended without a last event")
 
-    async def _call(self, call: wire.TokenizeCall | wire.EmbedCall) -> wire.Reply:
+    async def call(self, call: wire.TokenizeCall | wire.EmbedCall) -> wire.Reply:
+        """A replica's answer to a question. Raises the error that it answers with."""
         packed = wire.encode(wire.Call(0, call))
 
         async def attempt(replica: Replica) -> wire.Reply:
@@ -197,8 +182,6 @@ class ReplicasClient:
             assert isinstance(reply, wire.Reply)
             return reply
 
-        if self._refusal is not None:
-            raise self._refusal
         reply = await self._persist((), attempt)
         if reply.error is not None:
             raise wire.unpack_error(reply.error)
@@ -214,6 +197,8 @@ class ReplicasClient:
         count = _Setbacks() if record is None else record
         while True:
             await self._some_ready.wait()
+            if self._refusal is not None:
+                raise self._refusal
             loads = {name: m.requests for name, m in self._members.items() if m.ready}
             if not loads:
                 continue

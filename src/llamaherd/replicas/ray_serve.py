@@ -315,7 +315,9 @@ class ServeLauncher:
         config = self._config
         with files.open(config.model) as model:
             costs = costs_of_file(model)
-        n_ctx = int(config.params.get("n_ctx", 4096))
+        n_ctx = config.params.get("n_ctx", 4096)
+        if isinstance(n_ctx, bool) or not isinstance(n_ctx, int):
+            raise InvalidParameterError("n_ctx", n_ctx, "a number of tokens")
         share = plan(costs, [Node("any", 1 << 62)], n_ctx=n_ctx).shares[0]
         nodes = ray_nodes.nodes_of()
         room = sum(node.free // share.reserved for node in nodes)

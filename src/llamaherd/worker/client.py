@@ -7,6 +7,7 @@ alone.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import collections
 import functools
@@ -23,7 +24,7 @@ from . import wire
 from .link import Link
 from .record import Record
 
-__all__ = ["Death", "Embeddings", "RequestStream", "WorkerClient"]
+__all__ = ["Calls", "Death", "Embeddings", "RequestStream", "WorkerClient"]
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,32 @@ class _Open:
     sent: bool = False
 
 
-class WorkerClient:
+class Calls(abc.ABC):
+    """What is asked of whoever answers call()."""
+
+    @abc.abstractmethod
+    async def call(self, call: wire.TokenizeCall | wire.EmbedCall) -> wire.Reply:
+        """The answer to a question. Raises the error that it answers with."""
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """The prompt's token ids."""
+        reply = await self.call(wire.TokenizeCall(wire.pack_prompt(prompt)))
+        return reply.tokens or []
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of token ids. Raises TokenError."""
+        reply = await self.call(wire.TokenizeCall(wire.WirePrompt(tokens=list(tokens)), detokenize=True))
+        return reply.text or ""
+
+    async def embed(self, prompts: Sequence[Prompt], *, normalize: bool = True) -> Embeddings:
+        """Embeddings of prompts, as many as fit in one batch. Raises PromptTooLongError, RequestError."""
+        call = wire.EmbedCall([wire.pack_prompt(p) for p in prompts], normalize)
+        reply = await self.call(call)
+        rows = np.frombuffer(reply.rows or b"", np.float32).reshape(len(prompts), reply.width)
+        return Embeddings(rows, reply.n_tokens)
+
+
+class WorkerClient(Calls):
     """Talks to whichever worker there is. For one event loop.
 
     Args:
@@ -171,23 +197,6 @@ class WorkerClient:
         self._open[self._numbers] = _Open(self._numbers, record=Record(request), stream=stream)
         self._pump()
         return stream
-
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """The prompt's token ids."""
-        reply = await self.call(wire.TokenizeCall(wire.pack_prompt(prompt)))
-        return reply.tokens or []
-
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of token ids. Raises TokenError."""
-        reply = await self.call(wire.TokenizeCall(wire.WirePrompt(tokens=list(tokens)), detokenize=True))
-        return reply.text or ""
-
-    async def embed(self, prompts: Sequence[Prompt], *, normalize: bool = True) -> Embeddings:
-        """Embeddings of prompts, as many as fit in one batch. Raises PromptTooLongError, RequestError."""
-        call = wire.EmbedCall([wire.pack_prompt(p) for p in prompts], normalize)
-        reply = await self.call(call)
-        rows = np.frombuffer(reply.rows or b"", np.float32).reshape(len(prompts), reply.width)
-        return Embeddings(rows, reply.n_tokens)
 
     async def call(self, call: wire.TokenizeCall | wire.EmbedCall) -> wire.Reply:
         """A worker's answer to a question. Raises the error that it answers with."""
