@@ -69,11 +69,25 @@ struct Layout {
     static int64_t row_bytes(int64_t K) { return padded(row_subs(K) + (F::int_min ? K / F::sub * 2 : 0), 64); }
 };
 
+template <class V, bool floats>
+struct SumUnder {
+    using type = typename V::Int;
+};
+template <class V>
+struct SumUnder<V, true> {
+    using type = typename V::Float;
+};
+
 template <class V, class F>
 struct Quantised {
     using L = Layout<V, F>;
     using Int = typename V::Int;
     using Float = typename V::Float;
+    // sums under integer scales are added up as floats where a product of 32-bit integers is slow
+    static constexpr bool float_sums = F::int_scale && V::float_sums;
+    using Sum = typename SumUnder<V, float_sums>::type;
+    static Float to_float(Int sum) { return V::to_float(sum); }
+    static Float to_float(Float sum) { return sum; }
 
     static void prepare(const float * x, int64_t K, uint8_t * row) {
         int8_t * q = reinterpret_cast<int8_t *>(row);
@@ -147,6 +161,7 @@ struct Quantised {
             for (int g = 0; g < 8; ++g) {
                 uint32_t v;
                 std::memcpy(&v, block.q + u * 32 + g * 4, 4);
+                if (L::fused_sign && F::low == 8) v ^= 0x80808080u;
                 constexpr int in_low = L::in_low, in_high = L::in_high;
                 constexpr uint32_t low_mask = 0x01010101u * ((1 << F::low) - 1);
                 put(unit + L::low_at(g), (v & low_mask) << (F::low * (g % in_low)));
@@ -175,10 +190,16 @@ struct Quantised {
         std::memcpy(at, &v, 4);
     }
 
+    static Int table_of() {
+        if (!F::has_table) return V::zero();
+        const Int values = V::table(F::values);
+        return L::fused_sign ? V::bit_xor(values, V::bytes(0x80)) : values;
+    }
+
     // group g (four values of each lane) of a unit
     static inline __attribute__((always_inline)) Int unpack(const uint8_t * unit, int g, int p, Int table) {
         const Int raw = V::load(unit + L::low_at(g) + p * L::vector);
-        if (F::low == 8) return L::fused_sign ? V::bit_xor(raw, V::bytes(0x80)) : raw;
+        if (F::low == 8) return raw;
         const int low_shift = F::low * (g % L::in_low);
         Int w = V::bit_and(low_shift ? V::right(raw, low_shift) : raw, V::bytes((1 << F::low) - 1));
         if (F::high) {
@@ -187,9 +208,7 @@ struct Quantised {
             const Int moved = shift > 0 ? V::right(h, shift) : shift < 0 ? V::left(h, -shift) : h;
             w = V::bit_or(w, V::bit_and(moved, V::bytes(((1 << F::high) - 1) << F::low)));
         }
-        if (F::has_table) w = V::lookup(table, w);
-        if (F::low != 8 && L::fused_sign) w = V::bit_xor(w, V::bytes(0x80));
-        return w;
+        return F::has_table ? V::lookup(table, w) : w;
     }
 
     static inline __attribute__((always_inline)) Int scale_of(const uint8_t * block, int s, int p) {
@@ -204,7 +223,7 @@ struct Quantised {
         for (int m = 0; m < M; ++m) act[m] = rows[m].activations;
         const int64_t blocks = K / F::block;
         const int64_t at_sums = L::row_sums(K), at_bias = L::row_bias(K), at_subs = L::row_subs(K);
-        const Int table = F::has_table ? V::table(F::values) : V::zero();
+        const Int table = table_of();
         Float total[panels][M];
 #pragma GCC unroll 16
         for (int p = 0; p < panels; ++p)
@@ -212,11 +231,11 @@ struct Quantised {
             for (int m = 0; m < M; ++m) total[p][m] = V::zero_float();
 
         for (int64_t b = 0; b < blocks; ++b, strip += L::bytes) {
-            Int sum[panels][M];
+            Sum sum[panels][M];
 #pragma GCC unroll 16
             for (int p = 0; p < panels; ++p)
 #pragma GCC unroll 16
-                for (int m = 0; m < M; ++m) sum[p][m] = V::zero();
+                for (int m = 0; m < M; ++m) sum[p][m] = Sum{};
             for (int u = 0; u < L::units; ++u) {
                 const uint8_t * unit = strip + L::unit_at(u);
                 const int64_t k = b * F::block + u * 32;
@@ -257,14 +276,21 @@ struct Quantised {
                                 scale = scale_of(strip, (u * 32 + 4 * g) / F::sub, p);
                                 if (!wide) scale = V::twice16(scale);
                             }
+                            if constexpr (float_sums) {
+                                const Float factor = V::to_float(scale);
 #pragma GCC unroll 16
-                            for (int m = 0; m < M; ++m) {
-                                Int v = part[p][m];
-                                if (!wide)
-                                    v = V::madd16(v, scale);
-                                else if (F::int_scale)
-                                    v = V::multiply(v, scale);
-                                sum[p][m] = V::add(sum[p][m], v);
+                                for (int m = 0; m < M; ++m)
+                                    sum[p][m] = V::fma(V::to_float(part[p][m]), factor, sum[p][m]);
+                            } else {
+#pragma GCC unroll 16
+                                for (int m = 0; m < M; ++m) {
+                                    Int v = part[p][m];
+                                    if (!wide)
+                                        v = V::madd16(v, scale);
+                                    else if (F::int_scale)
+                                        v = V::multiply(v, scale);
+                                    sum[p][m] = V::add(sum[p][m], v);
+                                }
                             }
                         }
                     }
@@ -284,7 +310,7 @@ struct Quantised {
 #pragma GCC unroll 16
                         for (int m = 0; m < M; ++m) {
                             const Int a = V::broadcast(act[m] + at_subs + (b * L::subs + s) * 2);
-                            low[p][m] = V::add(low[p][m], V::madd16(mins, a));
+                            low[p][m] = V::add_madd16(low[p][m], mins, a);
                         }
                     }
             }
@@ -297,7 +323,7 @@ struct Quantised {
 #pragma GCC unroll 16
                 for (int m = 0; m < M; ++m) {
                     const float a = read_float(act[m] + K + b * 4);
-                    total[p][m] = V::fma(V::to_float(sum[p][m]), V::multiply_float(d, V::set1_float(a)), total[p][m]);
+                    total[p][m] = V::fma(to_float(sum[p][m]), V::multiply_float(d, V::set1_float(a)), total[p][m]);
                     if (F::float_min)
                         total[p][m] = V::fma(least, V::set1_float(read_float(act[m] + at_sums + b * 4)), total[p][m]);
                     if (F::int_min)
@@ -443,6 +469,10 @@ static void multiply(const uint8_t * packed, int64_t K, int64_t N, int64_t first
                         if constexpr (Q::max_rows >= 6) {
                             if (height == 5) run_tile<Q, 5>(at, K, rows + m, column, width);
                             if (height == 6) run_tile<Q, 6>(at, K, rows + m, column, width);
+                        }
+                        if constexpr (Q::max_rows >= 8) {
+                            if (height == 7) run_tile<Q, 7>(at, K, rows + m, column, width);
+                            if (height == 8) run_tile<Q, 8>(at, K, rows + m, column, width);
                         }
                 }
                 m += height;

@@ -16,6 +16,7 @@ struct Avx2 {
     static constexpr int attention_rows = 6;
     // without a fused u8 x s8 -> s32 dot product, products are summed in 16 bits and widened now and then
     static constexpr bool fused = false;
+    static constexpr bool float_sums = false;    // a product of 32-bit integers is slower than two of floats
     static constexpr bool signed_bytes = false;  // of weights in the fused product
 
     static Int load(const void * p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
@@ -57,6 +58,7 @@ struct Avx2 {
     }
     static Int dot_fused(Int sum, Int, Int) { return sum; }  // not reached
     static Int madd16(Int a, Int b) { return _mm256_madd_epi16(a, b); }
+    static Int add_madd16(Int sum, Int a, Int b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
     static Int ones16() { return _mm256_set1_epi16(1); }
     static Int load_i8(const void * p) {
         return _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i *>(p)));

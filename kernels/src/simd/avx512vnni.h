@@ -9,10 +9,11 @@ struct Avx512Vnni {
     using Int = __m512i;
     using Float = __m512;
     static constexpr int lanes = 16;
-    static constexpr int max_rows = 6;
+    static constexpr int max_rows = 8;
     static constexpr int attention_rows = 8;
     static constexpr bool fused = true;
     static constexpr bool signed_bytes = false;
+    static constexpr bool float_sums = true;
 
     static Int load(const void * p) { return _mm512_loadu_si512(p); }
     static Int zero() { return _mm512_setzero_si512(); }
@@ -39,6 +40,7 @@ struct Avx512Vnni {
     static Int dot_signed(Int sum, Int, Int) { return sum; }  // not reached
     static Int dot_fused(Int sum, Int w, Int a) { return _mm512_dpbusd_epi32(sum, w, a); }
     static Int madd16(Int a, Int b) { return _mm512_madd_epi16(a, b); }
+    static Int add_madd16(Int sum, Int a, Int b) { return _mm512_dpwssd_epi32(sum, a, b); }
     static Int ones16() { return _mm512_set1_epi16(1); }
     static Int load_i8(const void * p) {
         return _mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i *>(p)));

@@ -22,6 +22,7 @@ struct Emulated {
     static constexpr int max_rows = 2;
     static constexpr int attention_rows = 2;
     static constexpr bool fused = Fused;
+    static constexpr bool float_sums = Fused;
     static constexpr bool signed_bytes = false;
 
     template <class T>
@@ -116,6 +117,7 @@ struct Emulated {
                    get<int16_t>(a, 2 * i + 1) * get<int16_t>(b, 2 * i + 1);
         });
     }
+    static Int add_madd16(Int sum, Int a, Int b) { return add(sum, madd16(a, b)); }
     static Int ones16() {
         return map<int16_t>([](int) { return 1; });
     }

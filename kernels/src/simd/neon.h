@@ -17,6 +17,7 @@ struct Neon {
     static constexpr int lanes = 8;
     static constexpr int max_rows = 4;
     static constexpr bool fused = true;
+    static constexpr bool float_sums = false;
     static constexpr bool signed_bytes = true;  // unsigned weights are below 128
 
     static const uint8_t * at(const void * p) { return static_cast<const uint8_t *>(p); }
@@ -74,6 +75,7 @@ struct Neon {
         }
         return x;
     }
+    static Int add_madd16(Int sum, Int a, Int b) { return add(sum, madd16(a, b)); }
     static Int ones16() { return set1(0x00010001); }
     static Int load_i8(const void * p) {
         const int16x8_t v = vmovl_s8(vld1_s8(static_cast<const int8_t *>(p)));
