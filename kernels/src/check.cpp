@@ -1,6 +1,7 @@
 // kernels_check LEVELS... : which of them this CPU runs; kernels_check --cases FILE LEVELS... : products of cases from a
 // file against their float64 results, and whether a row is bitwise the same in any batch, on any threads, as an
-// expert's. Without llama.cpp: its thread pool is played here. Exit status 1: something is wrong.
+// expert's; attention likewise (check_attention.h). Without llama.cpp: its thread pool is played here. Exit status 1:
+// something is wrong.
 #include <pthread.h>
 
 #include <atomic>
@@ -13,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "capi.h"
+#include "check_attention.h"
 #include "matmul.h"
 
 using namespace llamaherd;
@@ -29,7 +30,7 @@ void play_llama_cpp() {
     ggml.barrier = [](void * p) { pthread_barrier_wait(&static_cast<Pool *>(p)->barrier); };
     ggml.chunk_set = [](void * p, int n) { static_cast<Pool *>(p)->chunk.store(n, std::memory_order_relaxed); };
     ggml.chunk_add = [](void * p, int n) { return static_cast<Pool *>(p)->chunk.fetch_add(n, std::memory_order_relaxed); };
-    operations = {0, 1, 2};
+    operations.none = 0, operations.mul_mat = 1, operations.mul_mat_id = 2;
 }
 
 struct Case {
@@ -39,23 +40,16 @@ struct Case {
     std::vector<double> expected, bound;  // [M, N]
 };
 
-template <class T>
-void read(std::ifstream & file, std::vector<T> & to, size_t count) {
-    to.resize(count);
-    file.read(reinterpret_cast<char *>(to.data()), static_cast<std::streamsize>(count * sizeof(T)));
-}
-
-bool read(std::ifstream & file, Case & c) {
-    int32_t head[5];  // type, K, N, M, bytes of the weights
-    if (!file.read(reinterpret_cast<char *>(head), sizeof head)) return false;
-    c.type = head[0], c.K = head[1], c.N = head[2], c.M = head[3];
-    const size_t all = static_cast<size_t>(c.M) * static_cast<size_t>(c.N);
-    read(file, c.weights, static_cast<size_t>(head[4]));
-    read(file, c.x, static_cast<size_t>(c.M) * static_cast<size_t>(c.K));
+Case read_case(std::istream & file, int32_t type) {
+    int32_t head[4] = {};  // K, N, M, bytes of the weights
+    file.read(reinterpret_cast<char *>(head), sizeof head);
+    Case c = {type, head[0], head[1], head[2], {}, {}, {}, {}};
+    const int64_t all = int64_t{c.M} * c.N;
+    read(file, c.weights, head[3]);
+    read(file, c.x, int64_t{c.M} * c.K);
     read(file, c.expected, all);
     read(file, c.bound, all);
-    if (!file) std::fprintf(stderr, "the file of cases is cut off\n"), std::exit(2);
-    return true;
+    return c;
 }
 
 struct Bytes {  // aligned, as ggml's buffers are
@@ -73,7 +67,12 @@ public:
         llamaherd_kernels_pack(level.name, c.type, c.K, c.N, c.weights.data(), packed_.data);
     }
 
-    std::string run(double & worst, int repeats) {
+    std::string name() const {
+        return "type " + std::to_string(c_.type) + ", K " + std::to_string(c_.K) + ", N " + std::to_string(c_.N) + ", M " +
+               std::to_string(c_.M);
+    }
+
+    std::string run(double & worst, int repeats) const {
         const std::vector<float> whole = multiply(c_.x, c_.M, 1);
         for (size_t i = 0; i < whole.size(); ++i) {
             const double error = std::fabs(whole[i] - c_.expected[i]);
@@ -224,14 +223,21 @@ int check(const char * path, const char * name, int repeats) {
     if (!level || !llamaherd_kernels_runs(name)) return std::printf("%s: does not run here\n", name), 1;
     std::ifstream file(path, std::ios::binary);
     if (!file) return std::printf("no file %s\n", path), 2;
-    Case c;
     int cases = 0, wrong = 0;
     double worst = 0;
-    for (; read(file, c); ++cases) {
-        const std::string problem = Check(*level, c).run(worst, repeats);
-        if (problem.empty()) continue;
-        std::printf("%s, type %d, K %d, N %d, M %d: %s\n", name, c.type, c.K, c.N, c.M, problem.c_str());
-        ++wrong;
+    const auto report = [&](const auto & one, const auto &... arguments) {
+        if (!file) std::fprintf(stderr, "the file of cases is cut off\n"), std::exit(2);
+        const std::string problem = one.run(worst, arguments...);
+        if (!problem.empty()) std::printf("%s, %s: %s\n", name, one.name().c_str(), problem.c_str()), ++wrong;
+        ++cases;
+    };
+    for (int32_t type; file.read(reinterpret_cast<char *>(&type), sizeof type);) {
+        if (type < 0) {
+            report(AttentionCase(file), name, repeats > 1 ? 8 : 3);
+        } else {
+            const Case c = read_case(file, type);
+            report(Check(*level, c), repeats);
+        }
     }
     std::printf("%s: %d cases, %d wrong, largest error %.3f of its bound\n", name, cases, wrong, worst);
     return wrong || !cases;

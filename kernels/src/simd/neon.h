@@ -16,6 +16,7 @@ struct Neon {
     };
     static constexpr int lanes = 8;
     static constexpr int max_rows = 4;
+    static constexpr int attention_rows = 6;
     static constexpr bool fused = true;
     static constexpr bool float_sums = false;
     static constexpr bool signed_bytes = true;  // unsigned weights are below 128
@@ -130,6 +131,105 @@ struct Neon {
     static void pair_sums(const int8_t * q, int32_t * sums) {
         vst1q_s32(sums, vreinterpretq_s32_s16(vpaddlq_s8(vld1q_s8(q))));
         vst1q_s32(sums + 4, vreinterpretq_s32_s16(vpaddlq_s8(vld1q_s8(q + 16))));
+    }
+
+    // ---- floats, for attention
+    template <class Function>
+    static Float each(Function f) {
+        return {{f(0), f(1)}};
+    }
+    static uint32x4_t bits(float32x4_t a) { return vreinterpretq_u32_f32(a); }
+    static float32x4_t from_bits(uint32x4_t a) { return vreinterpretq_f32_u32(a); }
+
+    static Float load_float(const float * p) { return {{vld1q_f32(p), vld1q_f32(p + 4)}}; }
+    static Float add_float(Float a, Float b) {
+        return each([&](int h) { return vaddq_f32(a.v[h], b.v[h]); });
+    }
+    static Float subtract(Float a, Float b) {
+        return each([&](int h) { return vsubq_f32(a.v[h], b.v[h]); });
+    }
+    static Float divide(Float a, Float b) {
+        return each([&](int h) { return vdivq_f32(a.v[h], b.v[h]); });
+    }
+    static Float maximum(Float a, Float b) {  // b where one is not a number
+        return each([&](int h) { return vbslq_f32(vcgtq_f32(a.v[h], b.v[h]), a.v[h], b.v[h]); });
+    }
+    static Float nearest(Float a) {
+        return each([&](int h) { return vrndnq_f32(a.v[h]); });
+    }
+    // a * 2^n for whole n, where neither a nor the result is subnormal
+    static Float scale(Float a, Float n) {
+        return each([&](int h) {
+            const int32x4_t shifted = vshlq_n_s32(vcvtnq_s32_f32(n.v[h]), 23);
+            return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a.v[h]), shifted));
+        });
+    }
+    static Float zero_below(Float a, Float x, Float bound) {  // 0 where x < bound, else a
+        return each([&](int h) { return from_bits(vbicq_u32(bits(a.v[h]), vcltq_f32(x.v[h], bound.v[h]))); });
+    }
+    static Float choose_below(Float x, Float bound, Float a, Float b) {  // a where x < bound, else b
+        return each([&](int h) { return vbslq_f32(vcltq_f32(x.v[h], bound.v[h]), a.v[h], b.v[h]); });
+    }
+    static Float absolute(Float a) {
+        return each([&](int h) { return vabsq_f32(a.v[h]); });
+    }
+    static Float with_sign(Float a, Float sign) {
+        return each([&](int h) { return vbslq_f32(vdupq_n_u32(0x80000000), sign.v[h], a.v[h]); });
+    }
+    static Float first(Float a, Float other, int n) {  // the first n lanes of a
+        static constexpr int32_t lane[lanes] = {0, 1, 2, 3, 4, 5, 6, 7};
+        return each([&](int h) {
+            return vbslq_f32(vcgtq_s32(vdupq_n_s32(n), vld1q_s32(lane + 4 * h)), a.v[h], other.v[h]);
+        });
+    }
+    static float max_of(Float a) { return vmaxvq_f32(vmaxq_f32(a.v[0], a.v[1])); }
+    static float sum_of(Float a) {
+        const float32x4_t h = vaddq_f32(a.v[0], a.v[1]);
+        return vaddv_f32(vadd_f32(vget_low_f32(h), vget_high_f32(h)));
+    }
+    static float lowest_lane(Float a) { return vgetq_lane_f32(a.v[0], 0); }
+
+    using Eight = Float;
+    static Eight load8_f32(const void * p) { return load_float(static_cast<const float *>(p)); }
+    static Eight load8_f16(const void * p) { return load_f16(p); }
+    static Eight load8_bf16(const void * p) { return load_bf16(p); }
+    static Eight load8_i8(const void * p, float d) { return multiply_float(to_float(load_i8(p)), set1_float(d)); }
+    static void store8(float * p, Eight v) { store(p, v); }
+    // to[i * stride + j] = r[j][i]
+    static void store8_transposed(const Eight * r, float * to, int64_t stride) {
+        for (int half = 0; half < 2; ++half)  // four columns ...
+            for (int j = 0; j < 8; j += 4) {  // ... of four rows
+                const float32x4_t a = r[j].v[half], b = r[j + 1].v[half], c = r[j + 2].v[half], d = r[j + 3].v[half];
+                const float32x4_t ac0 = vzip1q_f32(a, c), ac1 = vzip2q_f32(a, c);
+                const float32x4_t bd0 = vzip1q_f32(b, d), bd1 = vzip2q_f32(b, d);
+                float * at = to + 4 * half * stride + j;
+                vst1q_f32(at, vzip1q_f32(ac0, bd0));
+                vst1q_f32(at + stride, vzip2q_f32(ac0, bd0));
+                vst1q_f32(at + 2 * stride, vzip1q_f32(ac1, bd1));
+                vst1q_f32(at + 3 * stride, vzip2q_f32(ac1, bd1));
+            }
+    }
+    // sixteen 16-bit floats of each of eight rows: to[i * stride + j] = rows[j][at + i]
+    static void store16_transposed_f16(const uint8_t * const * rows, int64_t at, float * to, int64_t stride) {
+        for (int i = 0; i < 16; i += 8) {
+            Eight r[8];
+            for (int j = 0; j < 8; ++j) r[j] = load_f16(rows[j] + 2 * (at + i));
+            store8_transposed(r, to + i * stride, stride);
+        }
+    }
+    // 64 cells of a mask of 16-bit floats: a bit for each that is not -infinity; are all others zero?
+    static uint64_t open_cells(const uint16_t * mask, bool & plain) {
+        static constexpr uint8_t places[8] = {1, 2, 4, 8, 16, 32, 64, 128};
+        const uint8x8_t place = vld1_u8(places);
+        uint16x8_t known = vdupq_n_u16(0xffff);
+        uint64_t open = 0;
+        for (int i = 0; i < 8; ++i) {
+            const uint16x8_t m = vld1q_u16(mask + 8 * i), shut = vceqq_u16(m, vdupq_n_u16(0xfc00));
+            known = vandq_u16(known, vorrq_u16(shut, vceqzq_u16(m)));
+            open |= static_cast<uint64_t>(vaddv_u8(vbic_u8(place, vmovn_u16(shut)))) << (8 * i);
+        }
+        plain = vminvq_u16(known) == 0xffff;
+        return open;
     }
 };
 
