@@ -32,20 +32,22 @@ const Level * const all[] = {
 #ifdef LLAMAHERD_LEVEL_AVX2
     &level_avx2,
 #endif
+#ifdef LLAMAHERD_LEVEL_I8MM
+    &level_i8mm,
+#endif
 #ifdef LLAMAHERD_LEVEL_DOTPROD
     &level_dotprod,
 #endif
-    &level_emulated16, &level_emulated8,
+#ifdef LLAMAHERD_LEVEL_EMULATED16
+    &level_emulated16,
+#endif
+#ifdef LLAMAHERD_LEVEL_EMULATED8
+    &level_emulated8,
+#endif
 };
 
-const Level * find(const char * name) {
-    for (const Level * level : all)
-        if (std::strcmp(level->name, name) == 0) return level;
-    return nullptr;
-}
-
 const Kernel * find(const char * name, int type) {
-    const Level * level = find(name);
+    const Level * level = find_level(name);
     return level ? find_kernel(*level, type) : nullptr;
 }
 
@@ -59,6 +61,12 @@ bool has_avxvnni() {
 
 }  // namespace
 
+const Level * llamaherd::find_level(const char * name) {
+    for (const Level * level : all)
+        if (std::strcmp(level->name, name) == 0) return level;
+    return nullptr;
+}
+
 const char * llamaherd_kernels_levels() {
     static const std::string names = [] {
         std::string joined;
@@ -69,7 +77,7 @@ const char * llamaherd_kernels_levels() {
 }
 
 int llamaherd_kernels_runs(const char * name) {
-    if (!find(name)) return 0;
+    if (!find_level(name)) return 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -80,21 +88,23 @@ int llamaherd_kernels_runs(const char * name) {
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512vnni");
 #elif defined(__aarch64__) && defined(__linux__)
-    constexpr unsigned long asimddp = 1ul << 20;  // HWCAP_ASIMDDP; headers learnt the name late
-    if (!std::strcmp(name, "dotprod")) return (getauxval(AT_HWCAP) & asimddp) != 0;
+    // HWCAP_ASIMDDP and HWCAP2_I8MM; headers learnt the names late
+    const bool dotprod = getauxval(AT_HWCAP) >> 20 & 1, i8mm = getauxval(AT_HWCAP2) >> 13 & 1;
+    if (!std::strcmp(name, "dotprod")) return dotprod;
+    if (!std::strcmp(name, "i8mm")) return dotprod && i8mm;
 #endif
     return !std::strncmp(name, "emulated", 8);
 }
 
 const char * llamaherd_kernels_install(void * handle, const char * name, uint64_t types, int attention) {
-    const Level * level = find(name);
+    const Level * level = find_level(name);
     return level ? install(handle, *level, types, attention != 0) : "no such level";
 }
 
 int llamaherd_kernels_take_attention(int wanted) { return take_attention(wanted != 0); }
 
 int llamaherd_kernels_attend(const char * name, const AttentionOperation * operation, int threads) {
-    const Level * level = find(name);
+    const Level * level = find_level(name);
     if (!level || threads < 1 || !attention_fits(*operation)) return 0;
     struct Pool {
         pthread_barrier_t barrier;
@@ -127,7 +137,7 @@ size_t llamaherd_kernels_packed_bytes(const char * level, int type, int64_t K, i
 
 void llamaherd_kernels_pack(const char * level, int type, int64_t K, int64_t N, const void * weights, void * packed) {
     const Kernel * kernel = find(level, type);
-    const int columns = find(level)->columns;
+    const int columns = find_level(level)->columns;
     kernel->pack(static_cast<const uint8_t *>(weights),
                  static_cast<size_t>(K / kernel->block) * static_cast<size_t>(kernel->block_bytes), K, N, 0,
                  (N + columns - 1) / columns, static_cast<uint8_t *>(packed));
@@ -136,7 +146,7 @@ void llamaherd_kernels_pack(const char * level, int type, int64_t K, int64_t N, 
 void llamaherd_kernels_multiply(const char * level, int type, int64_t K, int64_t N, int64_t M, const void * packed,
                                 const float * x, float * out, int threads, int repeat) {
     const Kernel * kernel = find(level, type);
-    const int columns = find(level)->columns;
+    const int columns = find_level(level)->columns;
     const size_t bytes = kernel->row_bytes(K);
     const int64_t strips = (N + columns - 1) / columns;
     const auto work = [&](int i) {

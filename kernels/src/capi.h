@@ -7,6 +7,7 @@
 #include "level.h"
 
 namespace llamaherd {
+const Level * find_level(const char * name);  // or null
 const char * install(void * handle, const Level & level, uint64_t types, bool with_attention);
 bool take_attention(bool wanted);
 void counts(int64_t * out);

@@ -199,27 +199,8 @@ private:
     Bytes packed_;
 };
 
-const Level * level_named(const char * name) {
-    for (const Level * level : {&level_emulated16, &level_emulated8,
-#ifdef LLAMAHERD_LEVEL_AVX512VNNI
-                                &level_avx512vnni,
-#endif
-#ifdef LLAMAHERD_LEVEL_AVXVNNI
-                                &level_avxvnni,
-#endif
-#ifdef LLAMAHERD_LEVEL_AVX2
-                                &level_avx2,
-#endif
-#ifdef LLAMAHERD_LEVEL_DOTPROD
-                                &level_dotprod,
-#endif
-         })
-        if (std::strcmp(level->name, name) == 0) return level;
-    return nullptr;
-}
-
 int check(const char * path, const char * name, int repeats) {
-    const Level * level = level_named(name);
+    const Level * level = find_level(name);
     if (!level || !llamaherd_kernels_runs(name)) return std::printf("%s: does not run here\n", name), 1;
     std::ifstream file(path, std::ios::binary);
     if (!file) return std::printf("no file %s\n", path), 2;

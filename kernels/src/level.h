@@ -43,5 +43,6 @@ extern const Level level_avx2;
 extern const Level level_avxvnni;
 extern const Level level_avx512vnni;
 extern const Level level_dotprod;  // arm64
+extern const Level level_i8mm;     // arm64
 
 }  // namespace llamaherd

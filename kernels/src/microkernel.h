@@ -157,11 +157,14 @@ struct Quantised {
         F::decode(from, block);
         const int panel = c / V::lanes, lane = c % V::lanes;
         for (int u = 0; u < L::units; ++u) {
-            uint8_t * unit = to + L::unit_at(u) + panel * L::vector + lane * 4;
-            for (int g = 0; g < 8; ++g) {
+            for (int i = 0; i < 8; ++i) {
                 uint32_t v;
-                std::memcpy(&v, block.q + u * 32 + g * 4, 4);
+                std::memcpy(&v, block.q + u * 32 + i * 4, 4);
                 if (L::fused_sign && F::low == 8) v ^= 0x80808080u;
+                // in pairs: groups i and i + 1 of two rows side by side, the next two rows where i + 1 would be
+                const int g = V::paired ? (i & ~1) | (lane >> 1 & 1) : i;
+                const int place = V::paired ? (lane & ~3) | (lane & 1) << 1 | (i & 1) : lane;
+                uint8_t * unit = to + L::unit_at(u) + panel * L::vector + place * 4;
                 constexpr int in_low = L::in_low, in_high = L::in_high;
                 constexpr uint32_t low_mask = 0x01010101u * ((1 << F::low) - 1);
                 put(unit + L::low_at(g), (v & low_mask) << (F::low * (g % in_low)));
@@ -221,6 +224,10 @@ struct Quantised {
     static void tile(const uint8_t * strip, int64_t K, const Row * rows, float (*results)[L::columns]) {
         const uint8_t * act[M];
         for (int m = 0; m < M; ++m) act[m] = rows[m].activations;
+        // Where a product takes two rows of activations: sums of a pair lie in both its parts, mixed, until the end of a
+        // period. The last row of an odd number is its own other.
+        constexpr int parts = V::paired ? (M + 1) / 2 * 2 : M;
+        const auto other = [](int m) { return m / 2 * 2 + 1 < M ? m / 2 * 2 + 1 : M - 1; };
         const int64_t blocks = K / F::block;
         const int64_t at_sums = L::row_sums(K), at_bias = L::row_bias(K), at_subs = L::row_subs(K);
         const Int table = table_of();
@@ -239,14 +246,20 @@ struct Quantised {
             for (int u = 0; u < L::units; ++u) {
                 const uint8_t * unit = strip + L::unit_at(u);
                 const int64_t k = b * F::block + u * 32;
-                Int part[panels][M];
+                Int part[panels][parts];
 #pragma GCC unroll 8
                 for (int g = 0; g < 8; ++g) {
                     if (g % L::period == 0) {
 #pragma GCC unroll 16
-                        for (int m = 0; m < M; ++m) {
-                            const Int start =
-                                L::biased ? V::broadcast(act[m] + at_bias + (k / 4 + g) / L::period * 4) : V::zero();
+                        for (int m = 0; m < parts; ++m) {
+                            Int start = V::zero();
+                            if (L::biased) {
+                                const int64_t at = at_bias + (k / 4 + g) / L::period * 4;
+                                if constexpr (V::paired)
+                                    start = V::broadcast2(act[m / 2 * 2] + at, act[other(m)] + at);
+                                else
+                                    start = V::broadcast(act[m] + at);
+                            }
 #pragma GCC unroll 16
                             for (int p = 0; p < panels; ++p) part[p][m] = start;
                         }
@@ -254,8 +267,22 @@ struct Quantised {
                     Int w[panels];
 #pragma GCC unroll 16
                     for (int p = 0; p < panels; ++p) w[p] = unpack(unit, g, p, table);
+                    if constexpr (V::paired) {
 #pragma GCC unroll 16
-                    for (int m = 0; m < M; ++m) {
+                        for (int m = g % 2; m < parts; m += 2) {
+                            const int64_t at = k + 4 * (g & ~1);
+                            const Int a = V::load_pair(act[m / 2 * 2] + at, act[other(m)] + at);
+#pragma GCC unroll 16
+                            for (int p = 0; p < panels; ++p) part[p][m] = V::dot_paired(part[p][m], w[p], a);
+                        }
+                        if ((g + 1) % L::period == 0)
+#pragma GCC unroll 16
+                            for (int m = 0; m < parts; m += 2)
+#pragma GCC unroll 16
+                                for (int p = 0; p < panels; ++p) V::part_pair(part[p][m], part[p][m + 1]);
+                    }
+#pragma GCC unroll 16
+                    for (int m = 0; m < M && !V::paired; ++m) {
                         const Int a = V::broadcast(act[m] + k + 4 * g);
 #pragma GCC unroll 16
                         for (int p = 0; p < panels; ++p) {
@@ -345,6 +372,7 @@ struct Quantised {
     static constexpr int64_t strip_bytes(int64_t K) { return K / F::block * L::bytes; }
     static size_t row_bytes(int64_t K) { return static_cast<size_t>(L::row_bytes(K)); }
     static constexpr int block = F::block, block_bytes = F::bytes, max_rows = V::max_rows;
+    static constexpr int row_step = V::paired ? 2 : 1;
 };
 
 // weights of 16-bit floats with activations of 32 bits: no rounding but that of the weights
@@ -355,6 +383,7 @@ struct Plain {
     };
     using Float = typename V::Float;
     static constexpr int block = 1, block_bytes = 2, max_rows = V::max_rows == 4 ? 6 : V::max_rows;
+    static constexpr int row_step = 1;
     static constexpr int together = 4;
     static constexpr int64_t strip_bytes(int64_t K) { return K * L::columns * 2; }
     static size_t row_bytes(int64_t) { return 0; }
@@ -457,7 +486,7 @@ static void multiply(const uint8_t * packed, int64_t K, int64_t N, int64_t first
             for (int64_t m = begin; m < end;) {
                 // tiles of nearly equal heights
                 const int64_t left = end - m, tiles = (left + Q::max_rows - 1) / Q::max_rows;
-                const int64_t height = (left + tiles - 1) / tiles;
+                const int64_t height = smaller(left, padded((left + tiles - 1) / tiles, Q::row_step));
                 switch (height) {
                     case 1: run_tile<Q, 1>(at, K, rows + m, column, width); break;
                     case 2: run_tile<Q, 2>(at, K, rows + m, column, width); break;

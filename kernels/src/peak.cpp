@@ -84,10 +84,23 @@ __attribute__((target("arch=armv8.2-a+dotprod"))) int64_t bytes_dotprod(int64_t 
     return rounds * chains * 32;
 }
 
+__attribute__((target("arch=armv8.2-a+i8mm"))) int64_t bytes_i8mm(int64_t rounds) {
+    int32x4_t sum[chains];
+    const int8x16_t a = vdupq_n_s8(1), b = vdupq_n_s8(2);
+    for (int32x4_t & s : sum) s = vdupq_n_s32(0);
+    for (int64_t i = 0; i < rounds; ++i)
+        for (int32x4_t & s : sum) s = vmmlaq_s32(s, a, b);
+    for (int32x4_t & s : sum) asm volatile("" : "+w"(s));
+    return rounds * chains * 64;
+}
+
 }  // namespace
 
 int64_t llamaherd_kernels_peak(const char * level, int64_t rounds) {
-    return !std::strcmp(level, "dotprod") && llamaherd_kernels_runs(level) ? bytes_dotprod(rounds) : 0;
+    if (!llamaherd_kernels_runs(level)) return 0;
+    if (!std::strcmp(level, "i8mm")) return bytes_i8mm(rounds);
+    if (!std::strcmp(level, "dotprod")) return bytes_dotprod(rounds);
+    return 0;
 }
 
 void llamaherd_kernels_read(const void * data, int64_t bytes) {

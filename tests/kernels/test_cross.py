@@ -1,17 +1,22 @@
-"""Products without llama.cpp (kernels_check): on arm64 under an emulator, and with sanitizers. Minutes of compiling."""
+"""Products and attention without llama.cpp (kernels_check): with sanitizers, and on arm64 under an emulator.
+
+A default run compiles two levels at most with sanitizers; all else takes minutes.
+"""
 
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("llamaherd_kernels", reason="pip install ./kernels")
 from llamaherd_kernels.library import available_levels
+from llamaherd_kernels.library import levels as levels_built_in
 from tests.kernels import cases
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 KERNELS = Path(__file__).parents[2] / "kernels"
 ARM_COMPILER = "aarch64-linux-gnu-g++"
 ARM_LIBRARIES = "/usr/aarch64-linux-gnu"  # where Debian's cross compiler keeps them
@@ -19,26 +24,30 @@ ARM_LIBRARIES = "/usr/aarch64-linux-gnu"  # where Debian's cross compiler keeps 
 
 def built(folder, *options):
     """kernels_check, compiled."""
-    if not shutil.which("cmake"):
-        pytest.skip("needs cmake")
-    subprocess.run(["cmake", "-S", KERNELS, "-B", folder, *options], check=True, capture_output=True)
-    done = subprocess.run(
-        [
-            "cmake",
-            "--build",
-            folder,
-            "--target",
-            "kernels_check",
-            "--parallel",
-            str(len(os.sched_getaffinity(0))),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    cmake = shutil.which("cmake", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
+    if not cmake:
+        pytest.skip("needs cmake: pip install cmake")
+    subprocess.run([cmake, "-S", KERNELS, "-B", folder, *options], check=True, capture_output=True)
+    cores = str(len(os.sched_getaffinity(0)))
+    command = [cmake, "--build", folder, "--target", "kernels_check", "--parallel", cores]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "warning" not in done.stderr + done.stdout
     return folder / "kernels_check"
+
+
+def needs_sanitizers(folder, names):
+    """Skip where the compiler has no libraries for them, or they do not run."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if not compiler:
+        pytest.skip("needs a C++ compiler")
+    program = folder / "empty"
+    program.with_suffix(".cpp").write_text("int main() {}\n")
+    done = subprocess.run(
+        [compiler, f"-fsanitize={names}", program.with_suffix(".cpp"), "-o", program], capture_output=True, check=False
+    )
+    if done.returncode != 0 or subprocess.run([program], capture_output=True, check=False).returncode != 0:
+        pytest.skip(f"{compiler} does not make programs with -fsanitize={names}")
 
 
 def output(command, **environment):
@@ -70,37 +79,58 @@ def emulated(cpu, *command):
     return ["qemu-aarch64", "-L", ARM_LIBRARIES, "-cpu", cpu, *command]
 
 
+@pytest.mark.slow
 def test_arm64_with_dot_products_gives_those_of_float64(arm_check, tmp_path):
     count = cases.write(tmp_path / "cases")
     text = output(emulated("max", arm_check, "--cases", tmp_path / "cases", "1", "dotprod"))
     assert f"dotprod: {count} cases, 0 wrong" in text
 
 
+@pytest.mark.slow
 def test_arm64_without_dot_products_runs_no_level(arm_check):
     assert output(emulated("cortex-a53", arm_check, "dotprod")) == "dotprod: does not run here\n"
     assert output(emulated("max", arm_check, "dotprod")) == "dotprod: runs\n"
 
 
-@pytest.mark.parametrize(("sanitizer", "repeats"), [("ON", 1), ("thread", 2)])
-def test_sanitizers_find_nothing(tmp_path, sanitizer, repeats):
-    """Twice on 1 to 8 threads with ThreadSanitizer: bitwise the same, and no race."""
-    check = built(tmp_path / "build", f"-DLLAMAHERD_SANITIZE={sanitizer}")
-    levels = available_levels()
+def sanitized(folder, sanitizer, levels, repeats, types=None):
+    """The check's verdict with a sanitizer; repeated, on 1 to 8 threads."""
     if not levels:
         pytest.skip("this CPU runs none of the levels")
-    types = None if sanitizer == "ON" else ["Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16"]
-    count = cases.write(tmp_path / "cases", types)
-    text = output([check, "--cases", tmp_path / "cases", str(repeats), *levels])
+    needs_sanitizers(folder, "thread" if sanitizer == "thread" else "address,undefined")
+    check = built(
+        folder / "build", f"-DLLAMAHERD_SANITIZE={sanitizer}", f"-DLLAMAHERD_LEVELS={';'.join(levels)}"
+    )
+    count = cases.write(folder / "cases", types)
+    text = output([check, "--cases", folder / "cases", str(repeats), *levels])
     for level in levels:
         assert f"{level}: {count} cases, 0 wrong" in text
 
 
+def test_sanitizers_of_addresses_and_undefined_behaviour_find_nothing(tmp_path):
+    """The best level that runs here and the plainest, all types."""
+    here = available_levels()
+    sanitized(tmp_path, "ON", list(dict.fromkeys((*here[:1], *here[-1:]))), 1)
+
+
+def test_the_sanitizer_of_threads_finds_nothing(tmp_path):
+    sanitized(tmp_path, "thread", available_levels()[-1:], 2, ["Q4_1", "Q8_0"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sanitizer", "repeats"), [("ON", 2), ("thread", 2)])
+def test_sanitizers_find_nothing_at_any_level(tmp_path, sanitizer, repeats):
+    levels = [*available_levels(), *(name for name in levels_built_in() if name.startswith("emulated"))]
+    types = None if sanitizer == "ON" else ["Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16"]
+    sanitized(tmp_path, sanitizer, levels, repeats, types)
+
+
+@pytest.mark.slow
 def test_a_wrong_product_is_found(tmp_path):
     """The check itself: an expected product that is off must be reported."""
-    check = built(tmp_path / "build")
     levels = available_levels()
     if not levels:
         pytest.skip("this CPU runs none of the levels")
+    check = built(tmp_path / "build", f"-DLLAMAHERD_LEVELS={levels[0]}")
     path = tmp_path / "cases"
     cases.write(path, ["Q4_1"])
     data = bytearray(path.read_bytes())

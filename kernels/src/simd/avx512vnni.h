@@ -12,6 +12,7 @@ struct Avx512Vnni {
     static constexpr int max_rows = 8;
     static constexpr int attention_rows = 8;
     static constexpr bool fused = true;
+    static constexpr bool paired = false;
     static constexpr bool signed_bytes = false;
     static constexpr bool float_sums = true;
 

@@ -23,6 +23,7 @@ struct Emulated {
     static constexpr int attention_rows = 2;
     static constexpr bool fused = Fused;
     static constexpr bool float_sums = Fused;
+    static constexpr bool paired = false;
     static constexpr bool signed_bytes = false;
 
     template <class T>
