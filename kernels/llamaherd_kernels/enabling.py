@@ -23,16 +23,19 @@ LOGGER = logging.getLogger("llamaherd_kernels")
 LOGGER.addHandler(logging.NullHandler())
 
 _QUANTISED = tuple(kind for kind in TYPES if kind not in ("F16", "BF16"))
+_NOT_REPACKED_ON_ARM64 = ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_XS")
 FASTER: dict[str, tuple[str, ...]] = {
     "avx2": tuple(TYPES),
     "avxvnni": _QUANTISED,
     "avx512vnni": _QUANTISED,
-    "dotprod": ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_XS"),
+    "i8mm": _NOT_REPACKED_ON_ARM64,
+    "dotprod": _NOT_REPACKED_ON_ARM64,
 }
 """Types that are switched on by default. On avx2 each was measured faster than stock, F16 for few rows
 only. Stock has 16-bit products for the x86 levels with fused byte products. Nothing was measured on arm64:
-stock keeps the types there for which it has repacked layouts of its own."""
+stock keeps the types there for which it has repacked layouts of its own, and attention."""
 
+_UNMEASURED = ("i8mm", "dotprod")
 _TEST_SECONDS = 120
 _CPU_LINES = ("flags", "model name", "Features", "CPU implementer", "CPU part")  # of /proc/cpuinfo
 
@@ -64,7 +67,9 @@ def status() -> Status:
     return _status
 
 
-def enable(types: tuple[str, ...] | None = None, level: str | None = None, attention: bool = True) -> Status:
+def enable(
+    types: tuple[str, ...] | None = None, level: str | None = None, attention: bool | None = None
+) -> Status:
     """Make llama.cpp use the plug-in for models that are loaded from now on.
 
     Call it before the first model is loaded: llama.cpp makes its list of buffer types then, once. A second
@@ -73,7 +78,7 @@ def enable(types: tuple[str, ...] | None = None, level: str | None = None, atten
     Args:
         types: weight types to take; default: those that are faster than stock (``FASTER``).
         level: instruction set; default: the best that this CPU has and whose self-test passes.
-        attention: take attention too, if its self-test passes.
+        attention: take attention too, if its self-test passes; default: on levels where it was measured.
     """
     global _status
     if _status.active:
@@ -90,7 +95,7 @@ def enable(types: tuple[str, ...] | None = None, level: str | None = None, atten
     return _status
 
 
-def _enable(types: tuple[str, ...] | None, level: str | None, attention: bool) -> Status:
+def _enable(types: tuple[str, ...] | None, level: str | None, attention: bool | None) -> Status:
     if platform.system() != "Linux":
         return Status(False, reason=f"not tried on {platform.system()}")
     here = available_levels()
@@ -112,7 +117,8 @@ def _enable(types: tuple[str, ...] | None, level: str | None, attention: bool) -
         from llama_cpp import llama_cpp
 
         bits = sum(1 << TYPES[kind] for kind in passed)
-        attends = attention and "attention" in result["passed"]
+        wanted_too = name not in _UNMEASURED if attention is None else attention
+        attends = wanted_too and "attention" in result["passed"]
         install, handle = load().llamaherd_kernels_install, llama_cpp._lib._handle
         problem = install(handle, name.encode(), bits, int(attends)).decode()
         if problem:

@@ -5,8 +5,10 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <cinttypes>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <limits>
@@ -52,8 +54,12 @@ Case read_case(std::istream & file, int32_t type) {
     return c;
 }
 
-struct Bytes {  // aligned, as ggml's buffers are
-    explicit Bytes(size_t n) : data(static_cast<uint8_t *>(std::aligned_alloc(64, (n + 63) & ~size_t{63}))) {}
+struct Bytes {  // aligned, as ggml's buffers are, and none too many
+    explicit Bytes(size_t n) {
+        void * memory = nullptr;
+        if (posix_memalign(&memory, 64, n)) std::abort();
+        data = static_cast<uint8_t *>(memory);
+    }
     ~Bytes() { std::free(data); }
     Bytes(const Bytes &) = delete;
     Bytes & operator=(const Bytes &) = delete;
@@ -72,13 +78,14 @@ public:
                std::to_string(c_.M);
     }
 
-    std::string run(double & worst, int repeats) const {
+    std::string run(Summary & summary, int repeats) const {
         const std::vector<float> whole = multiply(c_.x, c_.M, 1);
         for (size_t i = 0; i < whole.size(); ++i) {
             const double error = std::fabs(whole[i] - c_.expected[i]);
             if (!(error <= c_.bound[i])) return "a product is wrong by " + std::to_string(error / c_.bound[i]) + " bounds";
-            if (c_.bound[i] > 0) worst = std::max(worst, error / c_.bound[i]);
+            if (c_.bound[i] > 0) summary.worst = std::max(summary.worst, error / c_.bound[i]);
         }
+        summary.add(whole);
         for (int m = 1; m <= c_.M; ++m)
             for (const int start : {(c_.M - m) / 2, c_.M - m})
                 if (!same(multiply(rows(start, m), m, 1 + m % 3), whole, start))
@@ -205,10 +212,10 @@ int check(const char * path, const char * name, int repeats) {
     std::ifstream file(path, std::ios::binary);
     if (!file) return std::printf("no file %s\n", path), 2;
     int cases = 0, wrong = 0;
-    double worst = 0;
+    Summary summary;
     const auto report = [&](const auto & one, const auto &... arguments) {
         if (!file) std::fprintf(stderr, "the file of cases is cut off\n"), std::exit(2);
-        const std::string problem = one.run(worst, arguments...);
+        const std::string problem = one.run(summary, arguments...);
         if (!problem.empty()) std::printf("%s, %s: %s\n", name, one.name().c_str(), problem.c_str()), ++wrong;
         ++cases;
     };
@@ -220,7 +227,8 @@ int check(const char * path, const char * name, int repeats) {
             report(Check(*level, c), repeats);
         }
     }
-    std::printf("%s: %d cases, %d wrong, largest error %.3f of its bound\n", name, cases, wrong, worst);
+    std::printf("%s: %d cases, %d wrong, largest error %.3f of its bound, bits %016" PRIx64 "\n", name, cases, wrong,
+                summary.worst, summary.bits);
     return wrong || !cases;
 }
 

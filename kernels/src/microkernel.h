@@ -220,14 +220,25 @@ struct Quantised {
         return V::bit_and(s % 2 ? V::right32(both, 8) : both, V::set1(15));
     }
 
+    // what the sums of a row, or of a pair of rows, start from. The last row of an odd number is its own other.
+    template <int M>
+    static inline __attribute__((always_inline)) Int first(const uint8_t * const (&act)[M], int m, int64_t at) {
+        if constexpr (V::paired)
+            return V::broadcast2(act[m / 2 * 2] + at, act[other<M>(m)] + at);
+        else
+            return V::broadcast(act[m] + at);
+    }
+    template <int M>
+    static constexpr int other(int m) {
+        return m / 2 * 2 + 1 < M ? m / 2 * 2 + 1 : M - 1;
+    }
+
     template <int M>
     static void tile(const uint8_t * strip, int64_t K, const Row * rows, float (*results)[L::columns]) {
         const uint8_t * act[M];
         for (int m = 0; m < M; ++m) act[m] = rows[m].activations;
-        // Where a product takes two rows of activations: sums of a pair lie in both its parts, mixed, until the end of a
-        // period. The last row of an odd number is its own other.
+        // where a product takes two rows of activations, the sums of both lie in both their parts until a period ends
         constexpr int parts = V::paired ? (M + 1) / 2 * 2 : M;
-        const auto other = [](int m) { return m / 2 * 2 + 1 < M ? m / 2 * 2 + 1 : M - 1; };
         const int64_t blocks = K / F::block;
         const int64_t at_sums = L::row_sums(K), at_bias = L::row_bias(K), at_subs = L::row_subs(K);
         const Int table = table_of();
@@ -252,14 +263,7 @@ struct Quantised {
                     if (g % L::period == 0) {
 #pragma GCC unroll 16
                         for (int m = 0; m < parts; ++m) {
-                            Int start = V::zero();
-                            if (L::biased) {
-                                const int64_t at = at_bias + (k / 4 + g) / L::period * 4;
-                                if constexpr (V::paired)
-                                    start = V::broadcast2(act[m / 2 * 2] + at, act[other(m)] + at);
-                                else
-                                    start = V::broadcast(act[m] + at);
-                            }
+                            const Int start = L::biased ? first(act, m, at_bias + (k / 4 + g) / L::period * 4) : V::zero();
 #pragma GCC unroll 16
                             for (int p = 0; p < panels; ++p) part[p][m] = start;
                         }
@@ -271,7 +275,7 @@ struct Quantised {
 #pragma GCC unroll 16
                         for (int m = g % 2; m < parts; m += 2) {
                             const int64_t at = k + 4 * (g & ~1);
-                            const Int a = V::load_pair(act[m / 2 * 2] + at, act[other(m)] + at);
+                            const Int a = V::load_pair(act[m / 2 * 2] + at, act[other<M>(m)] + at);
 #pragma GCC unroll 16
                             for (int p = 0; p < panels; ++p) part[p][m] = V::dot_paired(part[p][m], w[p], a);
                         }
@@ -280,18 +284,19 @@ struct Quantised {
                             for (int m = 0; m < parts; m += 2)
 #pragma GCC unroll 16
                                 for (int p = 0; p < panels; ++p) V::part_pair(part[p][m], part[p][m + 1]);
-                    }
+                    } else {
 #pragma GCC unroll 16
-                    for (int m = 0; m < M && !V::paired; ++m) {
-                        const Int a = V::broadcast(act[m] + k + 4 * g);
+                        for (int m = 0; m < M; ++m) {
+                            const Int a = V::broadcast(act[m] + k + 4 * g);
 #pragma GCC unroll 16
-                        for (int p = 0; p < panels; ++p) {
-                            if (V::fused)
-                                part[p][m] = V::dot_fused(part[p][m], w[p], a);
-                            else if (F::is_signed)
-                                part[p][m] = V::dot_signed(part[p][m], w[p], a);
-                            else
-                                part[p][m] = V::dot_pairs(part[p][m], w[p], a);
+                            for (int p = 0; p < panels; ++p) {
+                                if (V::fused)
+                                    part[p][m] = V::dot_fused(part[p][m], w[p], a);
+                                else if (F::is_signed)
+                                    part[p][m] = V::dot_signed(part[p][m], w[p], a);
+                                else
+                                    part[p][m] = V::dot_pairs(part[p][m], w[p], a);
+                            }
                         }
                     }
                     if ((g + 1) % L::period == 0) {

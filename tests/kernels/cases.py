@@ -1,9 +1,10 @@
-"""Cases for kernels_check (kernels/src/check.cpp): weights, activations and their products in float64.
+"""Cases for kernels_check (kernels/src/check.cpp): what goes in, and the results in float64.
 
     python -m tests.kernels.cases FILE
 
-Attention's (check_attention.h) too. Written on this machine, read on another or under an emulator, where neither ggml nor numpy need be. Every type; blocks,
-columns and rows that do not fit the tiles; activations of all kinds, random bytes as weights among them.
+Written on this machine, read on another or under an emulator, where neither ggml nor numpy need be. Every type; blocks,
+columns and rows that do not fit the tiles; activations of all kinds, random bytes as weights among them. And attention
+(check_attention.h) under masks of all kinds.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def write_attention(ggml, file) -> int:
         file.write(struct.pack("<12i", -1, *shape, masks, x.sinks is not None))
         file.write(struct.pack("<4f", x.scale, x.max_bias, x.cap, 1e-5))
         file.write(x.q.tobytes() + k + v)
-        file.write((b"" if x.mask is None else x.mask.tobytes()) + (b"" if x.sinks is None else x.sinks.tobytes()))
+        file.write(
+            (b"" if x.mask is None else x.mask.tobytes()) + (b"" if x.sinks is None else x.sinks.tobytes())
+        )
         file.write(reference(ggml, x).tobytes())
     return len(ATTENTION)
 

@@ -4,6 +4,7 @@ A default run compiles two levels at most with sanitizers; all else takes minute
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,9 @@ ARM_LIBRARIES = "/usr/aarch64-linux-gnu"  # where Debian's cross compiler keeps 
 
 def built(folder, *options):
     """kernels_check, compiled."""
-    cmake = shutil.which("cmake", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
+    cmake = shutil.which(
+        "cmake", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    )
     if not cmake:
         pytest.skip("needs cmake: pip install cmake")
     subprocess.run([cmake, "-S", KERNELS, "-B", folder, *options], check=True, capture_output=True)
@@ -44,7 +47,9 @@ def needs_sanitizers(folder, names):
     program = folder / "empty"
     program.with_suffix(".cpp").write_text("int main() {}\n")
     done = subprocess.run(
-        [compiler, f"-fsanitize={names}", program.with_suffix(".cpp"), "-o", program], capture_output=True, check=False
+        [compiler, f"-fsanitize={names}", program.with_suffix(".cpp"), "-o", program],
+        capture_output=True,
+        check=False,
     )
     if done.returncode != 0 or subprocess.run([program], capture_output=True, check=False).returncode != 0:
         pytest.skip(f"{compiler} does not make programs with -fsanitize={names}")
@@ -80,16 +85,29 @@ def emulated(cpu, *command):
 
 
 @pytest.mark.slow
-def test_arm64_with_dot_products_gives_those_of_float64(arm_check, tmp_path):
+def test_arm64_gives_the_products_and_attention_of_float64(arm_check, tmp_path):
+    """Of 2 x 8 by 8 x 2 (i8mm) the same bits as of dot products."""
     count = cases.write(tmp_path / "cases")
-    text = output(emulated("max", arm_check, "--cases", tmp_path / "cases", "1", "dotprod"))
-    assert f"dotprod: {count} cases, 0 wrong" in text
+    text = output(emulated("max", arm_check, "--cases", tmp_path / "cases", "1", "i8mm", "dotprod"))
+    found = re.findall(r"(\w+): (\d+) cases, 0 wrong, .* bits (\w+)", text)
+    assert [(level, int(cases)) for level, cases, _ in found] == [("i8mm", count), ("dotprod", count)]
+    assert found[0][2] == found[1][2]
 
 
 @pytest.mark.slow
-def test_arm64_without_dot_products_runs_no_level(arm_check):
-    assert output(emulated("cortex-a53", arm_check, "dotprod")) == "dotprod: does not run here\n"
-    assert output(emulated("max", arm_check, "dotprod")) == "dotprod: runs\n"
+@pytest.mark.parametrize(
+    ("cpu", "here"),
+    [
+        ("max", ("i8mm", "dotprod")),
+        ("neoverse-n1", ("dotprod",)),
+        ("cortex-a76", ("dotprod",)),
+        ("cortex-a53", ()),
+    ],
+)
+def test_an_arm64_cpu_runs_the_levels_that_it_has_instructions_for(arm_check, cpu, here):
+    levels = ("i8mm", "dotprod")
+    expected = [f"{level}: {'runs' if level in here else 'does not run here'}" for level in levels]
+    assert output(emulated(cpu, arm_check, *levels)).splitlines() == expected
 
 
 def sanitized(folder, sanitizer, levels, repeats, types=None):
