@@ -135,11 +135,15 @@ def test_the_sanitizer_of_threads_finds_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sanitizer", "repeats"), [("ON", 2), ("thread", 2)])
-def test_sanitizers_find_nothing_at_any_level(tmp_path, sanitizer, repeats):
-    levels = [*available_levels(), *(name for name in levels_built_in() if name.startswith("emulated"))]
-    types = None if sanitizer == "ON" else ["Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16"]
-    sanitized(tmp_path, sanitizer, levels, repeats, types)
+@pytest.mark.parametrize("sanitizer", ["ON", "thread"])
+def test_sanitizers_find_nothing_at_any_level(tmp_path, sanitizer):
+    """In emulated levels they see the arithmetic too, which instructions hide from them."""
+    here = available_levels()
+    if sanitizer == "thread":
+        sanitized(tmp_path, sanitizer, here, 2, ["Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16"])
+    else:
+        emulated_levels = [name for name in levels_built_in() if name.startswith("emulated")]
+        sanitized(tmp_path, sanitizer, [*here, *emulated_levels], 1)
 
 
 @pytest.mark.slow
