@@ -4,7 +4,7 @@
     python benchmarks/kernel_charts.py ROWS.json --ratios ratios.svg
 
 The roofline: operations a second over operations per byte of weights, a panel a type, for ours and stock, under what memory and the byte
-products allow (medians of what the runs measured first). The ratios: how many times as fast as each other
+products allow (medians of what the runs measured first; F16 and BF16 are not multiplied as bytes). The ratios: how many times as fast as each other
 engine, a panel a model. Of rows that were measured again the last one counts.
 """
 
@@ -80,11 +80,9 @@ def roofline(rows: Sequence[Row], shape: str) -> str:
     panels = []
     for kind in dict.fromkeys(kind for kind, _ in last):
         points = [row for (of, _), row in sorted(last.items()) if of == kind]
-        ridge = peak / read
-        roof = [(x.low, x.low * read), (ridge, peak), (x.high, peak)]
-        if ridge <= x.low:
-            roof = [(x.low, peak), (x.high, peak)]
-        shapes = [polyline([at for at in roof if at[1] >= y.low or at[0] > x.low], x, y, "roof")]
+        begin, ridge = max(x.low, y.low / read), peak / read
+        roof = [(begin, begin * read), (ridge, peak)] if begin < ridge else [(x.low, peak)]
+        shapes = [polyline([*roof, (x.high, peak)], x, y, "roof")]
         for series, path in enumerate(("ours", "stock")):
             places = [(intensity(row), gops(row, path)) for row in points]
             titles = [
@@ -138,7 +136,7 @@ def ratios(rows: Sequence[Row]) -> str:
     }
     labels["ik repacked"] = "than ik_llama.cpp, repacked"
     names = [labels.get(name, f"than {name}") for name in engines]
-    return page(title, description, names, panels, x, y, "times as fast", "", left=150)
+    return page(title, description, names, panels, x, y, "times as fast", "", left=166)
 
 
 # ------------------------------------------------------------------------------------- how they are drawn
@@ -218,7 +216,8 @@ def page(
     """Panels with common axes: four in a row, the vertical axis' names beside the first of a row."""
     columns = min(4 if left == LEFT else 3, len(panels))
     lines = math.ceil(len(panels) / columns)
-    width = max(left + columns * (PANEL + GAP), 640)
+    legend = sum(34 + 7 * len(name) for name in names)
+    width = left + max(columns * (PANEL + GAP), legend, 480)
     height = HEAD + lines * (PANEL_HEIGHT + 62) + 12
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-labelledby="t d" '
