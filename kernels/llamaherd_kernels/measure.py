@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from . import ggml as graphs
@@ -66,11 +68,22 @@ def compare_products(
     *,
     threads: int,
     seconds: float = 0.25,
+    cold: bool = False,
 ) -> Iterator[Measured]:
     """Measure each type at each shape (K, N) and number of rows, after enable() with these types.
 
     Stock is measured on its best path. With one thread the time is the CPU's, which other processes disturb
     less. K-types are left out where K is no multiple of 256.
+
+    Args:
+        types: of ``TYPES``.
+        shapes: (K, N) each.
+        rows: of activations.
+        threads: of the CPU backend.
+        seconds: for each measurement and path.
+        cold: up to 16 rows meet weights of 8 MiB and more in memory, as in a model that no cache holds:
+            calls go round copies of them that the caches cannot hold together. More rows take so long that
+            memory does not matter.
     """
     import numpy as np
 
@@ -83,18 +96,20 @@ def compare_products(
             weights = graphs.quantise(ggml, TYPES[name], random.standard_normal((n, k)).astype(np.float32))
             for count in rows:
                 x = random.standard_normal((count, k)).astype(np.float32)
-                products: dict[str, graphs.Product] = {}
+                apart = cold and count <= 16 and len(weights) >= 1 << 23
+                copies = 1 + _cache_bytes() // len(weights) if apart else 1
+                products: dict[str, list[graphs.Product]] = {}
                 try:
                     for path in ("CPU_REPACK", "CPU", "LLAMAHERD"):
                         if path != "CPU" or "CPU_REPACK" not in products:
-                            _add(products, ggml, path, TYPES[name], (k, n), count, threads)
-                    for product in products.values():
+                            _add(products, ggml, path, TYPES[name], (k, n), count, threads, copies)
+                    for product in itertools.chain(*products.values()):
                         product.set_weights(weights)
                         product.set_activations(x)
                     clock = time.process_time if threads == 1 else time.perf_counter
-                    found = _interleaved({p: q.compute for p, q in products.items()}, seconds, clock)
+                    found = _interleaved({p: _in_turns(of) for p, of in products.items()}, seconds, clock)
                 finally:
-                    for product in products.values():
+                    for product in itertools.chain(*products.values()):
                         product.close()
                 ours = found.pop("LLAMAHERD")
                 path, stock = next(iter(found.items()))
@@ -218,8 +233,11 @@ def peak_gops(level: str, threads: int) -> float:
 
 
 def read_gigabytes(threads: int) -> float:
-    """Memory read, 10^9 bytes a second: 256 MiB a thread, more than caches hold. The best of five runs."""
-    size = 1 << 28
+    """Memory read, 10^9 bytes a second: as much a thread as the last cache holds, at least 256 MiB.
+
+    The best of five runs.
+    """
+    size = max(1 << 28, _cache_bytes())
     buffers = [ctypes.create_string_buffer(size) for _ in range(threads)]
     for buffer in buffers:
         ctypes.memset(buffer, 1, size)  # pages of its own, not the one page of zeros
@@ -241,23 +259,41 @@ def _best(call: Callable[[int], object], threads: int) -> float:
     return min(times)
 
 
+def _cache_bytes() -> int:
+    """Of the greatest cache that the system names, or 64 MiB."""
+    sizes = [1 << 26]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        if text.removesuffix("K").isdecimal():
+            sizes.append(int(text.removesuffix("K")) << (10 if text.endswith("K") else 0))
+    return max(sizes)
+
+
+def _in_turns(products: list[graphs.Product]) -> Callable[[], None]:
+    """A call computes the next of them."""
+    turns = itertools.cycle(products)
+    return lambda: next(turns).compute()
+
+
 def _add(
-    products: dict[str, graphs.Product],
+    products: dict[str, list[graphs.Product]],
     ggml: Any,
     path: str,
     kind: int,
     shape: tuple[int, int],
     rows: int,
     threads: int,
+    copies: int,
 ) -> None:
-    try:
-        product = graphs.Product(ggml, kind, shape, rows, path, threads)
-    except LookupError:
-        return  # a build of llama.cpp without repacking
-    if product.supported:
-        products[path] = product
-    else:
-        product.close()
+    for _ in range(copies):
+        try:
+            product = graphs.Product(ggml, kind, shape, rows, path, threads)
+        except LookupError:
+            return  # a build of llama.cpp without repacking
+        if not product.supported:
+            product.close()
+            return
+        products.setdefault(path, []).append(product)
 
 
 def _interleaved(
