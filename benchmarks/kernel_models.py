@@ -49,8 +49,9 @@ def commands(options: argparse.Namespace) -> dict[str, Command]:
         request = {"level": options.level, "attention": False}
         found["products"] = Command(environment=ours, request=request)
     if options.other:
+        path = os.pathsep.join(filter(None, [options.other, os.environ.get("PYTHONPATH")]))
         # whoever built it says which of its kernels work
-        found["other"] = Command(options.other, environment={**off, "LLAMAHERD_AMX": "on"})
+        found["other"] = Command(environment={**off, "PYTHONPATH": path, "LLAMAHERD_AMX": "on"})
     if options.ik:
         for name, repack in (("ik", False), ("ik repacked", True)):
             found[name] = Command(options.ik, str(IK_PEER), request={"repack": repack})
@@ -62,7 +63,7 @@ def compare_models(options: argparse.Namespace, rows: Rows) -> None:
     names = options.models or (list(FAMILIES) if options.full else ["smollm2"])
     others = [name for name in engines if name != "ours"]
     print(
-        f"tokens/s, {options.threads} threads, medians of {options.rounds} rounds in turns; x: times as fast as"
+        f"tokens/s, {options.threads} threads, medians of {options.rounds} rounds in turns; x: how many times as fast ours is"
     )
     print(
         f"{'model':18}{'what':>22}"
@@ -79,11 +80,15 @@ def compare_models(options: argparse.Namespace, rows: Rows) -> None:
                 print(f"{model} is left out: {error}", flush=True)
                 continue
             found, problems = measure(path, engines, options)
-            for what in found["ours"]:
+            for what in dict.fromkeys(what for speeds in found.values() for what in speeds):
                 medians = {
                     name: statistics.median(found[name][what]) for name in engines if what in found[name]
                 }
-                ratios = {name: medians["ours"] / medians[name] for name in others if name in medians}
+                ratios = {
+                    name: medians["ours"] / medians[name]
+                    for name in others
+                    if name in medians and "ours" in medians
+                }
                 print(
                     f"{f'{model} {kind}':18}{what:>22}"
                     + "".join(_cell(medians.get(name), 12, 1) for name in engines)
@@ -120,8 +125,9 @@ def measure(
                 running[name] = Process(engines[name], path, options.threads)
             for what, speed in running[name].ask(task).items():
                 found[name].setdefault(what, []).append(speed)
-        except EngineError as error:
-            running.pop(name).close()
+        except (EngineError, OSError) as error:  # OSError: no such interpreter
+            if name in running:
+                running.pop(name).close()
             problems[name] = str(error)
             found[name].clear()  # what it did before would be of fewer rounds
             print(f"{name} is left out: {error}", flush=True)

@@ -93,7 +93,7 @@ def main() -> None:
     )
     models.add_argument("--ik", metavar="PYTHON", help="an interpreter that has ik-llama-cpp-python")
     models.add_argument(
-        "--other", metavar="PYTHON", help="one that has llamaherd and another build of llama.cpp"
+        "--other", metavar="FOLDER", help="another build of llama-cpp-python (pip install --target FOLDER)"
     )
     options = parser.parse_args()
     options.shapes = options.shapes or (FULL_SHAPES if options.full else SHAPES)
