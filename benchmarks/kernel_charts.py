@@ -5,7 +5,7 @@
 
 The roofline: operations a second over operations per byte of weights, a panel a type, for ours and stock, under what memory and the byte
 products allow (the most that the runs measured; F16 and BF16 are not multiplied as bytes). The ratios: how many times as fast as each other
-engine, a panel a model. Of rows that were measured again the last one counts.
+engine, a panel a model: quotients of medians of all rounds in these files. Of a product that was measured again the last row counts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -106,19 +107,30 @@ def roofline(rows: Sequence[Row], shape: str) -> str:
 
 def ratios(rows: Sequence[Row]) -> str:
     """Whole models of one number of threads."""
-    last = {(f"{row['model']} {row['type']}".strip(), row["what"]): row for row in rows}
-    works = list(dict.fromkeys(what for _, what in last))
-    engines = list(dict.fromkeys(name for row in last.values() for name in row["ratios"]))
-    values = [value for row in last.values() for value in row["ratios"].values()]
+    speeds: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in rows:
+        of_engines = speeds.setdefault((f"{row['model']} {row['type']}".strip(), row["what"]), {})
+        for name, found in row["rounds"].items():
+            of_engines.setdefault(name, []).extend(found)
+    quotients = {
+        key: {
+            name: statistics.median(found["ours"]) / statistics.median(found[name])
+            for name in found
+            if name != "ours" and "ours" in found
+        }
+        for key, found in speeds.items()
+    }
+    works = list(dict.fromkeys(what for _, what in quotients))
+    engines = list(dict.fromkeys(name for of_key in quotients.values() for name in of_key))
+    values = [value for of_key in quotients.values() for value in of_key.values()]
     x = Log(min(0.8, *values) / 1.1, max(2.0, *values) * 1.1)
     y = Steps(works)
     panels = []
-    for model in dict.fromkeys(model for model, _ in last):
+    for model in dict.fromkeys(model for model, _ in quotients):
         shapes = [line(x(1), 0, x(1), PANEL_HEIGHT, "roof")]
         for what in works:
-            row = last.get((model, what))
             for series, name in enumerate(engines):
-                value = row["ratios"].get(name) if row else None
+                value = quotients.get((model, what), {}).get(name)
                 if value is not None:
                     text = f"{model}, {what}: {value:.2f} times as fast as {name}"
                     shapes.append(mark(value, what, x, y, series, text))
