@@ -42,6 +42,7 @@ extern const Level level_emulated16;  // what AVX512-VNNI does, in plain C++
 extern const Level level_avx2;
 extern const Level level_avxvnni;
 extern const Level level_avx512vnni;
+extern const Level level_avx512bf16;  // and its products of 16-bit floats
 extern const Level level_dotprod;  // arm64
 extern const Level level_i8mm;     // arm64
 

@@ -468,6 +468,67 @@ static __attribute__((noinline)) void run_row(const uint8_t * strips, int64_t K,
             V::store(row.out + column + s * Q::L::columns + p * V::lanes, total[s][p]);
 }
 
+// BF16 weights with activations rounded to BF16, where the CPU multiplies pairs of them (as llama.cpp does there)
+template <class V, class F>
+struct Pairs {
+    struct L {
+        static constexpr int columns = V::lanes * panels;
+    };
+    using Float = typename V::Float;
+    static constexpr int block = 1, block_bytes = 2, max_rows = V::max_rows;
+    static constexpr int row_step = 1;
+    static constexpr int pair_bytes = L::columns * 4;
+    // an odd last column meets a zero
+    static constexpr int64_t strip_bytes(int64_t K) { return (K + 1) / 2 * pair_bytes; }
+    static size_t row_bytes(int64_t K) { return static_cast<size_t>(padded((K + 1) / 2 * 4, 64)); }
+    static void prepare(const float * x, int64_t K, uint8_t * row) {
+        std::memset(row + K / 2 * 4, 0, row_bytes(K) - static_cast<size_t>(K / 2 * 4));
+        V::round_bf16(x, K, row);
+    }
+
+    static void pack(const uint8_t * weights, size_t row_bytes, int64_t K, int64_t N, int64_t first, int64_t last,
+                     uint8_t * packed) {
+        for (int64_t strip = first; strip < last; ++strip) {
+            uint8_t * to = packed + strip * strip_bytes(K);
+            const int64_t rows = smaller(L::columns, N - strip * L::columns);
+            if (rows < L::columns || K % 2) std::memset(to, 0, static_cast<size_t>(strip_bytes(K)));
+            // sixteen pairs at a time: the writes stay in the cache
+            for (int64_t k0 = 0; k0 < K; k0 += 32)
+                for (int64_t c = 0; c < rows; ++c) {
+                    const uint8_t * from = weights + static_cast<size_t>(strip * L::columns + c) * row_bytes;
+                    for (int64_t k = k0; k < smaller(K, k0 + 32); k += 2)
+                        std::memcpy(to + k / 2 * pair_bytes + c * 4, from + 2 * k, k + 1 < K ? 4 : 2);
+                }
+        }
+    }
+
+    template <int M>
+    static void tile(const uint8_t * strip, int64_t K, const Row * rows, float (*results)[L::columns]) {
+        const uint8_t * act[M];
+        for (int m = 0; m < M; ++m) act[m] = rows[m].activations;
+        Float total[panels][M];
+#pragma GCC unroll 16
+        for (int p = 0; p < panels; ++p)
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) total[p][m] = V::zero_float();
+        for (int64_t i = 0; i < (K + 1) / 2; ++i, strip += pair_bytes) {
+            typename V::Int w[panels];
+#pragma GCC unroll 16
+            for (int p = 0; p < panels; ++p) w[p] = V::load(strip + p * 4 * V::lanes);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) {
+                const typename V::Int a = V::broadcast(act[m] + 4 * i);
+#pragma GCC unroll 16
+                for (int p = 0; p < panels; ++p) total[p][m] = V::dot_bf16(total[p][m], w[p], a);
+            }
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+            for (int p = 0; p < panels; ++p) V::store(results[m] + p * V::lanes, total[p][m]);
+    }
+};
+
 template <class Q, int M>
 static __attribute__((noinline)) void run_tile(const uint8_t * strip, int64_t K, const Row * rows, int64_t column,
                                                int64_t width) {
@@ -544,6 +605,14 @@ static constexpr Kernel plain() {
 }
 
 template <class V>
+static constexpr Kernel bf16() {
+    if constexpr (V::bf16_pairs)
+        return kernel<Pairs<V, BF16>, BF16>();
+    else
+        return plain<V, BF16>();
+}
+
+template <class V>
 struct Kernels {
     static constexpr Kernel all[] = {
         kernel<Quantised<V, Q4_0>, Q4_0>(),     kernel<Quantised<V, Q4_1>, Q4_1>(),
@@ -553,7 +622,7 @@ struct Kernels {
         kernel<Quantised<V, Q5_K>, Q5_K>(),     kernel<Quantised<V, Q6_K>, Q6_K>(),
         kernel<Quantised<V, Q2_K>, Q2_K>(),     kernel<Quantised<V, Q3_K>, Q3_K>(),
         kernel<Quantised<V, IQ4_XS>, IQ4_XS>(), plain<V, F16>(),
-        plain<V, BF16>(),
+        bf16<V>(),
     };
 };
 

@@ -59,7 +59,7 @@ int64_t llamaherd_kernels_peak(const char * level, int64_t rounds) {
     if (!llamaherd_kernels_runs(level)) return 0;
     if (!std::strcmp(level, "avx2")) return bytes_avx2(rounds);
     if (!std::strcmp(level, "avxvnni")) return bytes_avxvnni(rounds);
-    if (!std::strcmp(level, "avx512vnni")) return bytes_avx512vnni(rounds);
+    if (!std::strcmp(level, "avx512vnni") || !std::strcmp(level, "avx512bf16")) return bytes_avx512vnni(rounds);
     return 0;
 }
 

@@ -197,7 +197,7 @@ LOGITS = """
 
 
 @needs_level
-@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "q4_k_m", "q6_k", "bf16"])
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "q4_k_m", "q6_k", "f16", "bf16"])
 def test_a_model_gives_bitwise_the_same_in_any_chunks_and_threads(cache, tmp_path, kind):
     status = run(STATUS, cache, LLAMAHERD_KERNELS="on")
     if not status["active"]:

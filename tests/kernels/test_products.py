@@ -13,6 +13,7 @@ from llamaherd_kernels.library import TYPES, available_levels, levels, load
 BLOCK = {name: 256 if name.endswith("_K") or name == "IQ4_XS" else 32 for name in TYPES}
 HERE = [*available_levels(), *(name for name in levels() if name.startswith("emulated"))]
 PLAIN = ("F16", "BF16")
+BF16_PAIRS = ("avx512bf16", "emulated16")  # levels that round activations to BF16 where the weights are
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +55,15 @@ def multiply(level, name, n, data, x, threads=1):
     return out
 
 
-def rounded(name, x):
-    """Activations as a kernel sees them: int8 under one scale a block; 16-bit weights meet them unrounded."""
+def rounded_to_bf16(x):
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def rounded(name, x, level=""):
+    """Activations as a kernel sees them: int8 under one scale a block; 16-bit weights meet them unrounded, or as BF16."""
+    if name == "BF16" and level in BF16_PAIRS:
+        return rounded_to_bf16(x).astype(np.float64)
     if name in PLAIN:
         return x.astype(np.float64)
     blocks = x.reshape(len(x), -1, BLOCK[name]).astype(np.float64)
@@ -90,9 +98,9 @@ def test_products_are_those_of_float64(ggml, level, name):
         x = activations(kind, m, k)
         # weights at both ends of their scale meet activations at both ends of theirs
         data, exact = quantised(ggml, name, np.sign(weights) if kind == "largest" else weights)
-        expected = rounded(name, x) @ exact.T
+        expected = rounded(name, x, level) @ exact.T
         # rounding half-way cases otherwise than numpy costs a step of one activation
-        scale = np.abs(rounded(name, x)) @ np.abs(exact).T
+        scale = np.abs(rounded(name, x, level)) @ np.abs(exact).T
         error = np.abs(multiply(level, name, n, data, x) - expected)
         assert (error <= 2e-5 * scale + 1e-38).all(), (kind, (error / (scale + 1e-38)).max())
 
@@ -107,7 +115,7 @@ def test_all_bits_of_the_weights_are_used(ggml, level, name):
     rows, exact = random_weights(ggml, name, n, k)
     for kind in ("normal", "largest", "all one"):
         x = activations(kind, 5, k)
-        expected, scale = rounded(name, x) @ exact.T, np.abs(rounded(name, x)) @ np.abs(exact).T
+        expected, scale = rounded(name, x, level) @ exact.T, np.abs(rounded(name, x, level)) @ np.abs(exact).T
         # minimums cancel: what counts is the size of what is summed
         error = np.abs(multiply(level, name, n, rows.tobytes(), x) - expected)
         assert (error <= 1e-3 * scale.max()).all(), kind

@@ -18,6 +18,7 @@ struct Avx2 {
     static constexpr bool fused = false;
     static constexpr bool float_sums = false;    // a product of 32-bit integers is slower than two of floats
     static constexpr bool paired = false;
+    static constexpr bool bf16_pairs = false;
     static constexpr bool signed_bytes = false;  // of weights in the fused product
 
     static Int load(const void * p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }

@@ -15,6 +15,7 @@ struct Avx512Vnni {
     static constexpr bool paired = false;
     static constexpr bool signed_bytes = false;
     static constexpr bool float_sums = true;
+    static constexpr bool bf16_pairs = false;
 
     static Int load(const void * p) { return _mm512_loadu_si512(p); }
     static Int zero() { return _mm512_setzero_si512(); }

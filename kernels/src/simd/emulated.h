@@ -24,6 +24,7 @@ struct Emulated {
     static constexpr bool fused = Fused;
     static constexpr bool float_sums = Fused;
     static constexpr bool paired = false;
+    static constexpr bool bf16_pairs = Fused && Lanes == 16;
     static constexpr bool signed_bytes = false;
 
     template <class T>
@@ -111,6 +112,22 @@ struct Emulated {
             for (int j = 4 * i; j < 4 * i + 4; ++j) r += product(w, a, j);
             return r;
         });
+    }
+    // the odd ones first, as AVX512-BF16 does
+    static Float dot_bf16(Float sum, const Int & w, const Int & a) {
+        for (int i = 0; i < Lanes; ++i)
+            for (int j = 2 * i + 1; j >= 2 * i; --j)
+                sum.f[i] = std::fma(bf16_to_float(get<uint16_t>(w, j)), bf16_to_float(get<uint16_t>(a, j)), sum.f[i]);
+        return sum;
+    }
+    static void round_bf16(const float * x, int64_t n, uint8_t * to) {
+        for (int64_t i = 0; i < n; ++i) {
+            uint32_t bits;
+            std::memcpy(&bits, x + i, 4);
+            const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+            const uint16_t h = static_cast<uint16_t>(nan ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+            std::memcpy(to + 2 * i, &h, 2);
+        }
     }
     static Int madd16(Int a, Int b) {
         return map<int32_t>([&](int i) {

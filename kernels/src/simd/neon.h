@@ -20,6 +20,7 @@ struct Neon {
     static constexpr bool fused = true;
     static constexpr bool float_sums = false;
     static constexpr bool paired = false;
+    static constexpr bool bf16_pairs = false;
     static constexpr bool signed_bytes = true;  // unsigned weights are below 128
 
     static const uint8_t * at(const void * p) { return static_cast<const uint8_t *>(p); }
