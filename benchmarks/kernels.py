@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--attention", action="store_true", help="attention instead of products")
     parser.add_argument("--quality", action="store_true", help="likelihood and KL divergence of whole models")
     parser.add_argument("--tokens", type=int, default=20000, help="of text, with --quality")
+    parser.add_argument("--only", default="", help="matrices to quantise (ffn_down), with --quality")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append each row, as a line of JSON")
     parser.add_argument("--cache", nargs="+", default=["F16", "Q8_0"], help="types of keys and values")
     parser.add_argument("--heads", nargs="+", default=["9/3x64", "32/8x128"], help="queries/keys x columns")

@@ -46,13 +46,13 @@ def compare_quality(options: argparse.Namespace, rows: Rows) -> None:
         f"{windows.size} tokens in {len(windows)} windows, {options.threads} threads; NLL and KL in nats a token, PPL: perplexity, ±: standard error over windows"
     )
     print(
-        f"{'type':8}{'NLL exact':>11}{'stock':>9}{'ours':>9}{'PPL stock':>11}{'ours':>10}{'ratio':>19}"
+        f"{'type':8}{'NLL exact':>11}{'stock':>9}{'ours':>9}{'PPL stock':>12}{'ours':>12}{'ratio':>19}"
         f"{'KL stock':>11}{'ours':>11}{'ours - stock':>22}{'ratio':>8}{'top stock':>11}{'ours':>8}"
     )
     for name in options.types or TYPES:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{name}.gguf"
-            quantise(demo_model(), path, name)
+            quantise(demo_model(), path, name, options.only)
             found = measure(path, windows, n_vocab, options)
         if found is None:
             print(f"{name:8}the kernels took no weights: stock's products", flush=True)
@@ -62,7 +62,7 @@ def compare_quality(options: argparse.Namespace, rows: Rows) -> None:
         nll, nll_error = mean_and_error([b - a for a, b in zip(stock.nll, ours.nll, strict=True)])
         print(
             f"{name:8}{np.mean(found['exact'].nll):11.4f}{np.mean(stock.nll):9.4f}{np.mean(ours.nll):9.4f}"
-            f"{np.exp(np.mean(stock.nll)):11.3f}{np.exp(np.mean(ours.nll)):10.3f}{np.exp(nll):9.5f} ±{np.exp(nll) * nll_error:.6f}"
+            f"{np.exp(np.mean(stock.nll)):12.3f}{np.exp(np.mean(ours.nll)):12.3f}{np.exp(nll):9.5f} ±{np.exp(nll) * nll_error:.6f}"
             f"{np.mean(stock.kl):11.6f}{np.mean(ours.kl):11.6f}{kl:+12.6f} ±{kl_error:.6f}"
             f"{np.mean(ours.kl) / np.mean(stock.kl):8.3f}{np.mean(stock.same_top):11.2%}{np.mean(ours.same_top):8.2%}",
             flush=True,
@@ -70,6 +70,7 @@ def compare_quality(options: argparse.Namespace, rows: Rows) -> None:
         statistics = {label: of_path.summary() for label, of_path in found.items()}
         rows.add(
             type=name,
+            only=options.only,
             tokens=windows.size,
             window=WINDOW,
             nll_ours_minus_stock=nll,
@@ -112,8 +113,8 @@ def windows_of(tokens: list[int], wanted: int) -> NDArray[np.int32]:
     return np.array([tokens[start : start + WINDOW] for start in starts], np.int32)
 
 
-def quantise(source: Path, target: Path, name: str) -> None:
-    """Write the wider model with all its matrices in the type ``name``; norms stay F32."""
+def quantise(source: Path, target: Path, name: str, only: str) -> None:
+    """Write the wider model with its matrices in the type ``name``, or those with ``only`` in their names; others stay F32."""
     from llamaherd_kernels import ggml as graphs
     from llamaherd_kernels.library import TYPES as NUMBERS
 
@@ -124,7 +125,7 @@ def quantise(source: Path, target: Path, name: str) -> None:
     ggml, kind = graphs.bind(), block_type(NUMBERS[name])
 
     def converted(tensor: Tensor) -> Tensor:
-        if len(tensor.shape) == 1:
+        if len(tensor.shape) == 1 or only not in tensor.name:
             return tensor
         size = kind.nbytes(tensor.shape)
 
