@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", default=["9/3x64", "32/8x128"], help="queries/keys x columns")
     parser.add_argument("--quality", action="store_true", help="likelihood and KL divergence of whole models")
     parser.add_argument("--tokens", type=int, default=20000, help="of text, with --quality")
+    parser.add_argument("--only", default="", help="matrices to quantise (ffn_down), with --quality")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append each row, as a line of JSON")
     models = parser.add_argument_group("whole models")
     models.add_argument(

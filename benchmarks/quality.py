@@ -1,9 +1,8 @@
 """How far logits of quantised weights are from those of the same weights with exact activations; see kernels.py.
 
-SmolLM2's matrices are quantised by llama.cpp, each type in a file that holds no other: matrices whose rows are not whole
-blocks of it (576 is no multiple of the K-types' 256) stay F32, for which nobody rounds activations. The reference is that file with the type
-dequantised to F32 on stock llama.cpp, keys and values F32 too and no flash attention (which casts them to F16). Stock and the
-kernels compute the quantised file with their defaults.
+SmolLM2's matrices, widened with zeros to whole blocks of every type (padding.py), are quantised by llama.cpp, all in one type.
+The reference is that file dequantised to F32 on stock llama.cpp, keys and values F32 too and no flash attention (which casts them to F16).
+Stock and the kernels compute the quantised file with their defaults.
 All three run at once, each in a process of its own, and are compared window by window: no more than three windows of logits
 are kept.
 """
@@ -26,9 +25,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from padding import padded
 from rows import Rows
 
-TYPES = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 IQ4_NL MXFP4 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_XS".split()
+TYPES = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 IQ4_NL MXFP4 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_XS F16 BF16".split()
 WINDOW = 512
 EXACT = {"type_k": "f32", "type_v": "f32", "flash_attn_type": "disabled"}
 ROOT = Path(__file__).parents[1]
@@ -43,32 +43,42 @@ def compare_quality(options: argparse.Namespace, rows: Rows) -> None:
         windows = windows_of(model.vocabulary.encode(text()), options.tokens)
         n_vocab = model.vocabulary.n_tokens
     print(
-        f"{windows.size} tokens in {len(windows)} windows, {options.threads} threads; NLL and KL in nats a token, ±: standard error over windows"
+        f"{windows.size} tokens in {len(windows)} windows, {options.threads} threads; NLL and KL in nats a token, PPL: perplexity, ±: standard error over windows"
     )
     print(
-        f"{'type':8}{'share':>6}{'NLL exact':>11}{'stock':>9}{'ours':>9}{'KL stock':>11}{'ours':>11}{'ours - stock':>22}{'top stock':>11}{'ours':>8}"
+        f"{'type':8}{'NLL exact':>11}{'stock':>9}{'ours':>9}{'PPL stock':>12}{'ours':>12}{'ratio':>19}"
+        f"{'KL stock':>11}{'ours':>11}{'ours - stock':>22}{'ratio':>8}{'top stock':>11}{'ours':>8}"
     )
     for name in options.types or TYPES:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{name}.gguf"
-            share = quantise(demo_model(), path, name)
+            quantise(demo_model(), path, name, options.only)
             found = measure(path, windows, n_vocab, options)
+        if found is None:
+            print(f"{name:8}the kernels took no weights: stock's products", flush=True)
+            continue
         stock, ours = found["stock"], found["ours"]
-        more, error = mean_and_error([b - a for a, b in zip(stock.kl, ours.kl, strict=True)])
+        kl, kl_error = mean_and_error([b - a for a, b in zip(stock.kl, ours.kl, strict=True)])
+        nll, nll_error = mean_and_error([b - a for a, b in zip(stock.nll, ours.nll, strict=True)])
         print(
-            f"{name:8}{share:6.0%}{np.mean(found['exact'].nll):11.4f}{np.mean(stock.nll):9.4f}{np.mean(ours.nll):9.4f}"
-            f"{np.mean(stock.kl):11.6f}{np.mean(ours.kl):11.6f}{more:+12.6f} ±{error:.6f}"
-            f"{np.mean(stock.same_top):11.2%}{np.mean(ours.same_top):8.2%}",
+            f"{name:8}{np.mean(found['exact'].nll):11.4f}{np.mean(stock.nll):9.4f}{np.mean(ours.nll):9.4f}"
+            f"{np.exp(np.mean(stock.nll)):12.3f}{np.exp(np.mean(ours.nll)):12.3f}{np.exp(nll):9.5f} ±{np.exp(nll) * nll_error:.6f}"
+            f"{np.mean(stock.kl):11.6f}{np.mean(ours.kl):11.6f}{kl:+12.6f} ±{kl_error:.6f}"
+            f"{np.mean(ours.kl) / np.mean(stock.kl):8.3f}{np.mean(stock.same_top):11.2%}{np.mean(ours.same_top):8.2%}",
             flush=True,
         )
         statistics = {label: of_path.summary() for label, of_path in found.items()}
         rows.add(
             type=name,
-            share=share,
+            only=options.only,
             tokens=windows.size,
             window=WINDOW,
-            kl_ours_minus_stock=more,
-            kl_ours_minus_stock_error=error,
+            nll_ours_minus_stock=nll,
+            nll_ours_minus_stock_error=nll_error,
+            perplexity_ratio=float(np.exp(nll)),
+            kl_ours_minus_stock=kl,
+            kl_ours_minus_stock_error=kl_error,
+            kl_ratio=float(np.mean(ours.kl) / np.mean(stock.kl)),
             **statistics,
         )
 
@@ -97,44 +107,38 @@ def docstrings(path: Path) -> str:
 
 
 def windows_of(tokens: list[int], wanted: int) -> NDArray[np.int32]:
-    """At most ``wanted`` tokens but at least two windows, from all over the text: int32 [windows, WINDOW]."""
-    count = max(2, min(wanted, len(tokens)) // WINDOW)
+    """Windows of ``wanted`` tokens or a few more, two or more, from all over the text: int32 [windows, WINDOW]."""
+    count = max(2, min(-(-wanted // WINDOW), len(tokens) // WINDOW))
     starts = np.linspace(0, len(tokens) - WINDOW, count).astype(int)
     return np.array([tokens[start : start + WINDOW] for start in starts], np.int32)
 
 
-def quantise(source: Path, target: Path, name: str) -> float:
-    """Write a model with all matrices that can be in the type ``name``, others F32; the share of weights in it."""
+def quantise(source: Path, target: Path, name: str, only: str) -> None:
+    """Write the wider model with its matrices in the type ``name``, or those with ``only`` in their names; others stay F32."""
     from llamaherd_kernels import ggml as graphs
     from llamaherd_kernels.library import TYPES as NUMBERS
 
-    from llamaherd.files import Tensor, open_model
+    from llamaherd.files import Tensor
     from llamaherd.files.block_types import block_type
     from llamaherd.files.writer import write_gguf
 
     ggml, kind = graphs.bind(), block_type(NUMBERS[name])
 
     def converted(tensor: Tensor) -> Tensor:
-        fits = len(tensor.shape) == 2 and tensor.shape[0] % kind.block_size == 0
-        target_type = kind if fits else block_type(0)
-        size = target_type.nbytes(tensor.shape)
+        if len(tensor.shape) == 1 or only not in tensor.name:
+            return tensor
+        size = kind.nbytes(tensor.shape)
 
         def load() -> NDArray[np.uint8]:
-            values = np.ascontiguousarray(tensor.dequantize(), np.float32)
-            if not fits:
-                return values.reshape(-1).view(np.uint8)
-            raw, (n, columns) = np.empty(size, np.uint8), values.shape
+            values, raw = tensor.dequantize(), np.empty(size, np.uint8)
+            n, columns = values.shape
             ggml.ggml_quantize_chunk(kind.number, values.ctypes.data, raw.ctypes.data, 0, n, columns, None)
             return raw
 
-        return dataclasses.replace(tensor, type=target_type, nbytes=size, offset=None, load=load)
+        return dataclasses.replace(tensor, type=kind, nbytes=size, load=load)
 
-    with open_model(source) as model:
-        metadata = {key: value for key, value in model.metadata.items() if key != "general.file_type"}
-        tensors = [converted(tensor) for tensor in model.tensors.values()]
-        write_gguf(target, metadata, tensors, sync=False)
-        in_type = sum(tensor.n_elements for tensor in tensors if tensor.type == kind)
-        return in_type / model.n_parameters
+    with padded(source) as (metadata, tensors):
+        write_gguf(target, metadata, map(converted, tensors), sync=False)
 
 
 # ------------------------------------------------------------------------------------- comparison
@@ -149,7 +153,7 @@ class Found:
     same_top: list[float] = dataclasses.field(default_factory=list)
 
     def summary(self) -> dict[str, float]:
-        found = {}
+        found = {"perplexity": float(np.exp(np.mean(self.nll)))}
         for name, values in vars(self).items():
             found[name], found[f"{name}_error"] = mean_and_error(values)
         return found
@@ -157,7 +161,8 @@ class Found:
 
 def measure(
     path: Path, windows: NDArray[np.int32], n_vocab: int, options: argparse.Namespace
-) -> dict[str, Found]:
+) -> dict[str, Found] | None:
+    """None if the kernels take no weights of the file here, so that stock would be compared with itself."""
     from llamaherd.files import convert, open_model
 
     exact = path.with_suffix(".f32.gguf")
@@ -171,12 +176,12 @@ def measure(
     ):
         for tokens in windows:
             rows = [predictor.predict(tokens) for predictor in (reference, stock, ours)]
+            if not ours.taken:
+                return None
             for label, row in zip(found, compare(rows, tokens), strict=True):
                 found[label].nll.append(row[0])
                 found[label].kl.append(row[1])
                 found[label].same_top.append(row[2])
-        if not ours.taken:
-            sys.exit(f"the kernels took no weights of {path.name}: stock would be compared with itself")
     return found
 
 
