@@ -71,13 +71,15 @@ class Loop:
 
     def __init__(self, path: str, args: argparse.Namespace) -> None:
         from llamaherd.native import library  # its threads wait as ours do
+        from llamaherd.native.amx import without_amx
 
         lib = library.L
 
         self.lib, self.args = lib, args
         self.callback = lib.llama_log_callback(lambda *_: None)
         lib.llama_log_set(self.callback, None)
-        self.model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+        with without_amx():
+            self.model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified = 4096, 2 * args.n, True
         params.n_threads = params.n_threads_batch = args.threads
@@ -130,15 +132,18 @@ class LlamaClass:
     def __init__(self, path: str, args: argparse.Namespace) -> None:
         from llama_cpp import Llama
 
+        from llamaherd.native.amx import without_amx
+
         self.args = args
-        self.llama = Llama(
-            path,
-            n_ctx=4096,
-            n_threads=args.threads,
-            n_threads_batch=args.threads,
-            flash_attn=True,
-            verbose=False,
-        )
+        with without_amx():  # which crash in many builds
+            self.llama = Llama(
+                path,
+                n_ctx=4096,
+                n_threads=args.threads,
+                n_threads_batch=args.threads,
+                flash_attn=True,
+                verbose=False,
+            )
         self.bias = {self.llama.token_eos(): float("-inf")}
 
     def run(self, text: str) -> int:

@@ -127,6 +127,10 @@ struct Super : FormatDefaults {
             out.min[i + 4] = static_cast<uint8_t>((p[i + 8] >> 4) | (p[i + 4] >> 6) << 4);
         }
     }
+    static void two_bits(const uint8_t * q, Decoded & out) {
+        for (int j = 0; j < 8; ++j)
+            for (int i = 0; i < 32; ++i) out.q[32 * j + i] = q[j / 4 * 32 + i] >> (j % 4 * 2) & 3;
+    }
     static void nibbles64(const uint8_t * q, Decoded & out) {
         for (int j = 0; j < 4; ++j)
             for (int i = 0; i < 32; ++i) {
@@ -186,7 +190,7 @@ struct Q2_K : Super {
             out.scale[i] = p[i] & 15;
             out.min[i] = p[i] >> 4;
         }
-        for (int i = 0; i < 256; ++i) out.q[i] = p[16 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
+        two_bits(p + 16, out);
         out.d = read16(p + 80);
         out.m = read16(p + 82);
     }
@@ -200,9 +204,9 @@ struct Q3_K : Super {
             const int lower = i < 8 ? s[i] & 15 : s[i - 8] >> 4;
             out.scale[i] = static_cast<int8_t>((lower | (s[8 + i % 4] >> (i / 4 * 2) & 3) << 4) - 32);
         }
-        for (int i = 0; i < 256; ++i)
-            out.q[i] = static_cast<uint8_t>((p[32 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3) |
-                                            (p[i % 32] >> (i / 32) & 1) << 2);
+        two_bits(p + 32, out);
+        for (int j = 0; j < 8; ++j)
+            for (int i = 0; i < 32; ++i) out.q[32 * j + i] |= (p[i] >> j & 1) << 2;
         out.d = read16(p + 108);
     }
 };
