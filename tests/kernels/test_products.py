@@ -106,6 +106,17 @@ def test_products_are_those_of_float64(ggml, level, name):
 
 
 @pytest.mark.parametrize("level", HERE)
+@pytest.mark.parametrize("name", PLAIN)
+def test_rows_of_sixteen_bit_weights_may_be_of_any_length(ggml, level, name):
+    for k in (1, 7, 33, 47):
+        data, exact = quantised(ggml, name, np.random.default_rng(k).standard_normal((19, k)))
+        x = activations("normal", 5, k)
+        scale = np.abs(rounded(name, x, level)) @ np.abs(exact).T
+        error = np.abs(multiply(level, name, 19, data, x) - rounded(name, x, level) @ exact.T)
+        assert (error <= 2e-5 * scale + 1e-38).all(), k
+
+
+@pytest.mark.parametrize("level", HERE)
 @pytest.mark.parametrize("name", TYPES)
 def test_all_bits_of_the_weights_are_used(ggml, level, name):
     """Random bytes as weights: every code, scale and minimum, also those that no quantiser writes."""
