@@ -17,13 +17,13 @@ from typing import Any
 
 from .library import TYPES, available_levels, library_path, load
 
-__all__ = ["FASTER", "Status", "enable", "status"]
+__all__ = ["DEFAULT_TYPES", "Status", "enable", "status"]
 
 LOGGER = logging.getLogger("llamaherd_kernels")
 LOGGER.addHandler(logging.NullHandler())
 
 _NOT_REPACKED_ON_ARM64 = ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_XS")
-FASTER: dict[str, tuple[str, ...]] = {
+DEFAULT_TYPES: dict[str, tuple[str, ...]] = {
     "avx2": tuple(TYPES),
     "avxvnni": tuple(TYPES),
     "avx512vnni": tuple(TYPES),
@@ -76,7 +76,7 @@ def enable(
     call changes nothing. It never raises: where something is not as expected, stock llama.cpp stays.
 
     Args:
-        types: weight types to take; default: those that are faster than stock (``FASTER``).
+        types: weight types to take; default: the level's ``DEFAULT_TYPES``.
         level: instruction set; default: the best that this CPU has and whose self-test passes.
         attention: take attention too, if its self-test passes; default: on levels where it was measured.
     """
@@ -105,7 +105,7 @@ def _enable(types: tuple[str, ...] | None, level: str | None, attention: bool | 
         )
     reasons = []
     for name in [level] if level else here:
-        wanted = FASTER[name] if types is None else types
+        wanted = DEFAULT_TYPES[name] if types is None else types
         unknown = [kind for kind in wanted if kind not in TYPES]
         if unknown:
             return Status(False, reason=f"no kernels for {', '.join(unknown)}; there are {', '.join(TYPES)}")
